@@ -1,0 +1,156 @@
+"""The one data structure of the program: prompts, each with G completions.
+
+DPO has G=2 (chosen, rejected), SFT and KTO G=1, a ranked list G=K, GRPO and RLOO G=group size. Every algorithm, the
+reference, the rewards and the rollout engine read and write this object.
+
+`Batch` is deliberately an ordinary class: Lightning walks dicts, dataclasses and named tuples, casts their float fields
+to the compute dtype and copies them before any hook. An opaque object keeps its float32 advantages, and its identity,
+so that a field filled once (`ref_logprobs`) stays filled for later passes over the same rollout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Example:
+    """One tokenised prompt and its completions, before padding.
+
+    prompt_ids: the prompt's token ids, everything the model sees before the first completion token.
+    completions: G lists of token ids, each ending in its EOS unless it was truncated. Empty for a bare prompt.
+    loss_masks: G lists, True where a token counts in the loss; None means every token counts.
+    columns: the dataset row it came from (prompt, answer, any extra column): what rewards and samples see.
+    id: stable key of the row's content, used by the reference cache and in messages.
+    """
+
+    prompt_ids: list[int]
+    completions: list[list[int]] = field(default_factory=list)
+    loss_masks: list[list[bool]] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        if self.loss_masks is None:
+            return sum(map(len, self.completions))
+        return sum(sum(mask) for mask in self.loss_masks)
+
+
+class Batch:
+    """B prompts, each with G completions: N = B * G rows, row n belongs to prompt n // G.
+
+    | field | shape | meaning |
+    |---|---|---|
+    | prompt_ids, prompt_mask | (B, P) int64, bool | left-padded prompts; masks come from lengths, never from the pad id |
+    | completion_ids, completion_mask | (N, C) int64, bool | right-padded; True up to and including EOS |
+    | loss_mask | (N, C) bool | the tokens that count (assistant turns; not tool output, not filtered rows) |
+    | group_size | int | G; 0 for bare prompts |
+    | finished | (N,) bool | the completion ended by itself, that is with EOS |
+    | rewards | (N,) float32 | weighted total; NaN = unscorable |
+    | advantages | (N,) or (N, C) float32 | online only |
+    | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | filled by callbacks, 0 outside the mask |
+    | step_tokens, step_examples | float | loss tokens and prompts of the whole optimizer step, over all ranks |
+    | examples | list of B `Example` | rows the prompts came from |
+    | texts | list of N str | decoded completions, online and in evaluation |
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        loss_mask: Tensor | None = None,
+        group_size: int = 1,
+        examples: Sequence[Example] = (),
+    ) -> None:
+        self.prompt_ids, self.prompt_mask = prompt_ids, prompt_mask
+        self.completion_ids, self.completion_mask = completion_ids, completion_mask
+        self.loss_mask = completion_mask.clone() if loss_mask is None else loss_mask
+        self.group_size = group_size
+        self.examples = list(examples)
+        self.texts: list[str] = []
+        self.parts: dict[str, Tensor] = {}
+        self.finished: Tensor | None = None
+        self.rewards: Tensor | None = None
+        self.advantages: Tensor | None = None
+        self.old_logprobs: Tensor | None = None
+        self.ref_logprobs: Tensor | None = None
+        self.sampler_logprobs: Tensor | None = None
+        self.step_tokens: float = float(self.loss_mask.sum())
+        self.step_examples: float = float(len(prompt_ids))
+
+    def __len__(self) -> int:
+        """Number of completions N (of prompts, where there are no completions yet)."""
+        return len(self.completion_ids) if self.group_size else len(self.prompt_ids)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device, non_blocking=non_blocking))
+        self.parts = {name: value.to(device, non_blocking=non_blocking) for name, value in self.parts.items()}
+        return self
+
+    def split(self, size: int) -> list[Batch]:
+        """Microbatches of `size` completions, in order, each keeping its prompts shared.
+
+        A microbatch holds whole groups (size a multiple of G) or an equal part of one group (size a divisor of G).
+        Raises ValueError where neither holds.
+        """
+        group, rows = self.group_size, len(self.completion_ids)
+        if rows % size or (size % group and group % size):
+            raise ValueError(
+                f"{rows} completions in groups of {group} cannot be split into microbatches of {size}: "
+                f"use a multiple or a divisor of {group} that divides {rows}"
+            )
+        return [self._rows(start, start + size) for start in range(0, rows, size)]
+
+    def _rows(self, start: int, stop: int) -> Batch:
+        prompts = slice(start // self.group_size, -(-stop // self.group_size))
+        part = copy.copy(self)
+        part.group_size = min(self.group_size, stop - start)
+        by_prompt = {"prompt_ids", "prompt_mask", "examples"}
+        for name, value in vars(self).items():
+            if name in by_prompt:
+                setattr(part, name, value[prompts])
+            elif isinstance(value, Tensor) or name == "texts":
+                setattr(part, name, value[start:stop])
+        part.parts = {name: value[start:stop] for name, value in self.parts.items()}
+        return part
+
+
+def pad(sequences: Sequence[Sequence[int]], *, left: bool = False, value: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad to the longest: ids (R, L) int64 and mask (R, L) bool. L is at least 1, so that no tensor is empty."""
+    width = max([len(s) for s in sequences], default=0) or 1
+    ids = torch.full((len(sequences), width), value, dtype=torch.long)
+    mask = torch.zeros(len(sequences), width, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        where = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        ids[row, where] = torch.as_tensor(sequence, dtype=torch.long)
+        mask[row, where] = True
+    return ids, mask
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pad examples into one Batch. Every example must have the same number of completions (0 for bare prompts)."""
+    groups = {len(example.completions) for example in examples}
+    if len(groups) != 1:
+        raise ValueError(f"examples of one batch must have equally many completions, got {sorted(groups)}")
+    prompt_ids, prompt_mask = pad([example.prompt_ids for example in examples], left=True)
+    completion_ids, completion_mask = pad([ids for example in examples for ids in example.completions])
+    loss_mask = completion_mask.clone()
+    if any(example.loss_masks is not None for example in examples):
+        rows = [
+            mask
+            for example in examples
+            for mask in (example.loss_masks or [[True] * len(ids) for ids in example.completions])
+        ]
+        loss_mask &= pad(rows)[0].bool()
+    return Batch(prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask, groups.pop(), examples)
