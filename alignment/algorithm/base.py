@@ -1,0 +1,285 @@
+"""What every algorithm shares: policy, reference, optimizer, log-probs, reductions and metrics."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from alignment.algorithm.meter import Meter
+from alignment.batch import Batch
+from alignment.errors import UserError
+from alignment.model.logprobs import TokenScores, completion_logprobs
+
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+
+
+class AlignmentModule(L.LightningModule):
+    """Policy, reference and one optimizer. A subclass adds its loss, nothing else.
+
+    Class attributes declare what the algorithm needs; validation, the planner and the docs read them without importing
+    this file, so they are literals.
+    """
+
+    # What the data source must serve: "prompts", "pairs", "demonstrations", ...
+    data_form: ClassVar[str] = "demonstrations"
+    # Learns from its own samples: one rollout is one Lightning epoch.
+    online: ClassVar[bool] = False
+    # "required", "beta" (only if beta > 0) or "optional" (only to report the KL).
+    reference_need: ClassVar[str] = "optional"
+    # Smallest group size that means anything.
+    min_group: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        source,
+        reference: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        callbacks: Sequence[L.Callback],
+        *,
+        microbatch_size: int,
+        lr: float,
+        lr_schedule: Schedule,
+        warmup_ratio: float,
+    ) -> None:
+        super().__init__()
+        self.source, self.reference, self.optimizer, self.callbacks = source, reference, optimizer, list(callbacks)
+        self.microbatch_size, self.lr, self.lr_schedule, self.warmup_ratio = (
+            microbatch_size,
+            lr,
+            lr_schedule,
+            warmup_ratio,
+        )
+        self.policy: nn.Module | None = None
+        self.temperature = 1.0
+        self.total_steps = 1
+        self.evaluated_step = -1
+        self.meter = Meter()
+        self.strict_loading = False  # checkpoints hold what is trained, not the frozen weights
+
+    # ---- building -------------------------------------------------------------------------------------------------
+    def configure_model(self) -> None:
+        if self.policy is None:
+            self.policy = self.source.policy()
+            self.reference.attach(self.source, self.policy)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return self.callbacks
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer(trained, lr=self.lr)
+        warmup = round(self.warmup_ratio * self.total_steps)
+        scheduler = get_scheduler(
+            self.lr_schedule, optimizer, num_warmup_steps=warmup, num_training_steps=self.total_steps
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the training loss reads `batch.ref_logprobs`."""
+        return self.reference_need == "required" or (self.reference_need == "beta" and self.beta > 0)
+
+    # ---- log-probs: one function for policy, old and reference passes -------------------------------------------------
+    def logprobs(self, batch: Batch, **options: Any) -> TokenScores:
+        """log p(completion tokens) under the policy, float32 (N, C)."""
+        return self._score(self.policy, batch, **options)
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """The same under the reference, detached."""
+        with self.reference.scoring_model(self.policy) as model:
+            return self._score(model, batch).logprobs
+
+    def _score(self, model: nn.Module | None, batch: Batch, **options: Any) -> TokenScores:
+        assert model is not None, "configure_model() comes first"
+        with self.trainer.precision_plugin.forward_context():
+            return completion_logprobs(
+                model,
+                batch,
+                temperature=self.temperature,
+                path=self.source.shared_prompt,
+                chunk_tokens=self.source.head_chunk_tokens,
+                **options,
+            )
+
+    # ---- reductions: means over the whole optimizer step, whatever its microbatches and ranks ---------------------
+    def token_mean(self, values: Tensor, batch: Batch) -> Tensor:
+        """Mean of (N, C) values over every loss token of this optimizer step."""
+        return torch.where(batch.loss_mask, values, 0.0).sum() * self._step_scale() / max(batch.step_tokens, 1.0)
+
+    def example_mean(self, values: Tensor, batch: Batch) -> Tensor:
+        """Mean of per-example values over every example of this optimizer step."""
+        return values.sum() * self._step_scale() / max(batch.step_examples, 1.0)
+
+    def _step_scale(self) -> int:
+        """Lightning divides by the accumulation and DDP by the ranks: undo both, step counts are already global."""
+        if not self.trainer.training:
+            return 1
+        return self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    # ---- metrics --------------------------------------------------------------------------------------------------
+    @property
+    def phase(self) -> str:
+        return "train" if self.trainer.training else "val"
+
+    def log_loss(self, loss: Tensor, batch: Batch, count: float) -> None:
+        """In training the step's loss is the sum of its microbatches' shares; in evaluation a mean over `count`."""
+        if not self.trainer.training:
+            self.meter.add("val/loss", float(loss.detach()) * count, count)
+            return
+        share = 1.0 / (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        self.meter.add("train/loss", float(loss.detach()) * share, share)
+        self.meter.total("train/tokens", float(batch.prompt_mask.sum() + batch.completion_mask.sum()))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        if norm != norm or norm == float("inf"):
+            raise UserError(
+                f"the gradient of step {self.global_step + 1} is not finite ({norm}). Lower algorithm.lr, or find the "
+                "rows in samples.jsonl; the last checkpoint is from before this step"
+            )
+        self.meter.add("train/grad_norm", norm, 1)
+        self.meter.add("train/lr", optimizer.param_groups[0]["lr"], 1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self._log(self.meter.flush(self._sum_over_ranks))
+
+    def on_validation_start(self) -> None:
+        self._set_aside = self.meter
+        self.meter = Meter()
+
+    def on_validation_epoch_end(self) -> None:
+        metrics = self.meter.flush(self._sum_over_ranks)
+        self._log({name: value for name, value in metrics.items() if name.startswith("val/")})
+        self.meter = self._set_aside
+        self.evaluated_step = self.global_step
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Through Lightning, so that every logger and callback sees them; the step is the optimizer's."""
+        self.log_dict(metrics | {"step": float(self.global_step)}, batch_size=1)
+
+    def _sum_over_ranks(self, table: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(table.to(self.device), reduce_op="sum").cpu()
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch.texts:
+            self._evaluate_samples(batch)
+        elif batch.group_size:
+            self.training_step(batch, batch_idx)
+
+    def _evaluate_samples(self, batch: Batch) -> None:
+        """pass@1 (and pass@k), mean reward, length and KL to the reference, of samples of held-out prompts."""
+        meter = self.meter
+        assert batch.rewards is not None and batch.finished is not None
+        meter.mean("val/reward", batch.rewards)
+        for name, values in batch.parts.items():
+            meter.mean(f"val/{name}", values)
+            if batch.group_size > 1:
+                groups = values.view(-1, batch.group_size)
+                meter.mean(f"val/{name}_pass@{batch.group_size}", (groups == 1).any(1).float())
+        meter.mean("val/length", batch.completion_mask.sum(-1).float())
+        meter.mean("val/finished", batch.finished.float())
+        if batch.ref_logprobs is not None:
+            gap = self.logprobs(batch).logprobs - batch.ref_logprobs
+            meter.mean("val/kl", gap.sum(-1))
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What is trained. Frozen weights are in the model's own folder already."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's file has no random states; dropout and the like need them to go on exactly."""
+        version, internal, gauss = random.getstate()
+        checkpoint["random"] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+        if torch.cuda.is_available():
+            checkpoint["random"]["cuda"] = torch.cuda.get_rng_state_all()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._random = checkpoint["random"]
+
+    def on_train_start(self) -> None:
+        state = self.__dict__.pop("_random", None)
+        if state is None:
+            return
+        torch.set_rng_state(state["torch"])
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class OfflineModule(AlignmentModule):
+    """An algorithm that learns from a fixed dataset."""
+
+    def __init__(
+        self,
+        source,
+        reference: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        callbacks: Sequence[L.Callback],
+        *,
+        batch_size: int,
+        num_epochs: float,
+        max_steps: int | None,
+        **common: Any,
+    ) -> None:
+        super().__init__(source, reference, optimizer, callbacks, **common)
+        self.batch_size, self.num_epochs, self.max_steps = batch_size, num_epochs, max_steps
+
+
+class OnlineModule(AlignmentModule):
+    """An algorithm that learns from its own samples."""
+
+    data_form: ClassVar[str] = "prompts"
+    online: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source,
+        reference: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        callbacks: Sequence[L.Callback],
+        *,
+        num_rollouts: int,
+        num_prompts: int,
+        group_size: int,
+        num_iterations: int,
+        num_minibatches: int,
+        **common: Any,
+    ) -> None:
+        super().__init__(source, reference, optimizer, callbacks, **common)
+        self.num_rollouts, self.num_prompts, self.group_size = num_rollouts, num_prompts, group_size
+        self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.num_iterations * self.num_minibatches
+
+    @abstractmethod
+    def advantages(self, rollout: Batch) -> Tensor:
+        """(N,) float32, 0 where a completion is unscorable."""
+
+    @torch.no_grad()
+    def prepare_rollout(self, microbatches: list[Batch]) -> None:
+        """Old log-probs, from the very passes that training will make, so that the first ratio is exactly 1.
+
+        With one optimizer step per rollout they equal the current ones, and `old_logprobs` stays None: the loss then
+        takes its own detached values and no second pass is paid.
+        """
+        if self.steps_per_rollout == 1:
+            return
+        assert self.policy is not None
+        for batch in microbatches:
+            batch.old_logprobs = self.logprobs(batch).logprobs

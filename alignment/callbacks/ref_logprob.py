@@ -1,0 +1,23 @@
+"""Fill `batch.ref_logprobs`. The same hook serves offline pairs, online rollouts and evaluation."""
+
+import lightning as L
+
+from alignment.batch import Batch
+
+
+class RefLogprobCallback(L.Callback):
+    """Asks the reference for log-probs where a batch lacks them; a loss never knows where they came from.
+
+    Training batches get them if the loss needs them; evaluation batches whenever there is a reference, since the KL to
+    it is reported for every algorithm.
+    """
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int) -> None:
+        if module.needs_reference and batch.ref_logprobs is None:
+            batch.ref_logprobs = module.reference_logprobs(batch)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if module.reference.provides_reference and batch.ref_logprobs is None:
+            batch.ref_logprobs = module.reference_logprobs(batch)

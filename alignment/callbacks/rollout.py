@@ -1,0 +1,154 @@
+"""One rollout is one Lightning epoch: sample, score, compute advantages, fill the buffer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+
+from alignment.batch import Batch, Example, pad
+
+# Seeds of training rollouts and of evaluations are drawn from disjoint ranges.
+EVALUATION_SEED = 1 << 40
+
+
+class RolloutCallback(L.Callback):
+    """Samples completions and scores them: a whole rollout before an on-policy epoch, held-out prompts in evaluation.
+
+    What is sampled is a pure function of (weights, seed, rollout, rank), so a run resumed at a rollout boundary
+    repeats exactly what the uninterrupted one would have done, and an evaluation leaves training untouched.
+    """
+
+    def __init__(self, engine, rewards, *, seed: int, num_eval_samples: int = 1, eval_temperature: float = 1.0) -> None:
+        self.engine, self.rewards, self.seed = engine, rewards, seed
+        self.num_eval_samples, self.eval_temperature = num_eval_samples, eval_temperature
+        self._synced_step: tuple[int, int] | None = None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not module.online:
+            return
+        data, number = trainer.datamodule, trainer.current_epoch
+        rollout = self.sample(trainer, module, data.prompts_for(number), module.group_size, seed=number)
+        rollout.advantages = module.advantages(rollout)
+        microbatches = rollout.split(module.microbatch_size)
+        for batch in microbatches:
+            batch.to(module.device)
+        module.prepare_rollout(microbatches)
+        count_step_tokens(trainer, microbatches)
+        data.rollouts.fill(microbatches)
+        log_rollout(module.meter, "rollout", rollout)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch.group_size:
+            return  # held-out examples with completions of their own: only their loss is measured
+        sampled = self.sample(
+            trainer,
+            module,
+            batch.examples,
+            self.num_eval_samples,
+            seed=EVALUATION_SEED + batch_idx,
+            temperature=self.eval_temperature,
+        ).to(module.device)
+        vars(batch).update(vars(sampled))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        examples: Sequence[Example],
+        group_size: int,
+        *,
+        seed: int,
+        temperature: float | None = None,
+    ) -> Batch:
+        """`group_size` completions of each prompt, scored. Adds the seconds it took to the module's meter."""
+        started = time.perf_counter()
+        with trainer.precision_plugin.forward_context():
+            self._sync(trainer, module)
+            completions = self.engine.generate(
+                module.policy,
+                [example.prompt_ids for example in examples],
+                group_size=group_size,
+                stop_ids=module.source.stop_ids,
+                pad_id=module.source.tokenizer.pad_token_id,
+                seed=rank_seed(self.seed, seed, trainer.global_rank),
+                temperature=temperature,
+            )
+        batch = to_batch(examples, completions, group_size)
+        generated = time.perf_counter()
+        self.score(module, batch)
+        module.meter.total("time/generate", generated - started)
+        module.meter.total("time/reward", time.perf_counter() - generated)
+        return batch
+
+    def _sync(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Refresh the engine's weights, once per change of the policy's."""
+        version = (id(module.policy), trainer.global_step)
+        if self._synced_step != version:
+            self.engine.sync(module.policy)
+            self._synced_step = version
+
+    def score(self, module: L.LightningModule, batch: Batch) -> None:
+        """Decode and reward. NaN marks a completion that no reward could score."""
+        tokenizer = module.source.tokenizer
+        ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
+        batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = [example.columns for example in batch.examples for _ in range(batch.group_size)]
+        scores = self.rewards(batch.texts, rows)
+        batch.rewards = as_tensor(scores.total)
+        batch.parts = {name: as_tensor(values) for name, values in scores.parts.items()}
+
+
+def rank_seed(seed: int, number: int, rank: int) -> int:
+    """One sampling seed per (run, rollout, rank); 63 bits, so that neighbours do not collide."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % (1 << 63))
+    return int(torch.randint(1 << 62, (rank + 1,), generator=generator)[rank])
+
+
+def as_tensor(values: Sequence[float | None]) -> torch.Tensor:
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
+
+
+def to_batch(examples: Sequence[Example], completions, group_size: int) -> Batch:
+    """Sampled token ids as a padded Batch. Masks come from the lengths, so EOS may equal the pad id."""
+    prompt_ids, prompt_mask = pad([example.prompt_ids for example in examples], left=True)
+    completion_ids, completion_mask = pad(completions.ids)
+    batch = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask, None, group_size, examples)
+    batch.finished = torch.tensor(completions.finished, dtype=torch.bool)
+    sampler = torch.zeros(completion_ids.shape, dtype=torch.float32)
+    sampler[completion_mask] = torch.tensor([x for row in completions.logprobs for x in row], dtype=torch.float32)
+    batch.sampler_logprobs = sampler
+    return batch
+
+
+def count_step_tokens(trainer: L.Trainer, microbatches: list[Batch]) -> None:
+    """Loss tokens and prompts of each accumulation window, over all ranks: one all-reduce per rollout."""
+    window = trainer.accumulate_grad_batches
+    starts = range(0, len(microbatches), window)
+    tokens = [sum(float(batch.loss_mask.sum()) for batch in microbatches[i : i + window]) for i in starts]
+    rows = [sum(float(len(batch)) for batch in microbatches[i : i + window]) for i in starts]
+    counts = trainer.strategy.reduce(torch.tensor([tokens, rows], device=trainer.strategy.root_device), reduce_op="sum")
+    for step, start in enumerate(starts):
+        for batch in microbatches[start : start + window]:
+            batch.step_tokens, batch.step_examples = float(counts[0, step]), float(counts[1, step])
+
+
+def log_rollout(meter, phase: str, batch: Batch) -> None:
+    """Reward, its spread and parts, lengths and the share that ended by itself, as sums and counts."""
+    assert batch.rewards is not None and batch.finished is not None
+    meter.mean(f"{phase}/reward", batch.rewards)
+    for name, values in batch.parts.items():
+        meter.mean(f"{phase}/{name}", values)
+    lengths = batch.completion_mask.sum(-1).float()
+    meter.mean(f"{phase}/length", lengths)
+    meter.mean(f"{phase}/finished", batch.finished.float())
+    groups = batch.rewards.view(-1, batch.group_size)
+    if batch.group_size > 1:
+        spread = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups).std(1)
+        meter.mean(f"{phase}/reward_std", spread)
+        meter.mean(f"{phase}/zero_std_groups", (spread == 0).float())

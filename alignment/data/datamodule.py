@@ -1,0 +1,211 @@
+"""What the Trainer iterates over: a planned stream of microbatches (offline), or the buffer of one rollout (online).
+
+The order of the data is a pure function of (seed, position), never of Lightning's epoch, so resuming needs no sampler
+state: the stream goes on at the restored optimizer step, the rollout at the restored epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from alignment.batch import Batch, Example, collate
+
+
+class Stream:
+    """Endless shuffled passes over `num_rows` rows; the k-th index of the stream depends on (seed, k) alone."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self.num_rows, self.seed = num_rows, seed
+        self._passes: dict[int, list[int]] = {}
+
+    def take(self, start: int, count: int) -> list[int]:
+        """Indices start .. start + count - 1 of the stream."""
+        return [self._permutation(k // self.num_rows)[k % self.num_rows] for k in range(start, start + count)]
+
+    def _permutation(self, number: int) -> list[int]:
+        if number not in self._passes:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            if len(self._passes) > 2:  # a step reaches into two passes at most, unless the data are tiny
+                self._passes.clear()
+            self._passes[number] = torch.randperm(self.num_rows, generator=generator).tolist()
+        return self._passes[number]
+
+
+class StepStream(Dataset):
+    """Microbatch i of a run over a fixed dataset, with the token count of its whole optimizer step.
+
+    Step s takes `batch_size` consecutive rows of the stream: passes over the data run into each other, so no row is
+    dropped and no step is smaller than the others. The rows of a step are sorted by length before they are cut into
+    microbatches, which leaves the step's gradient as it is and its padding small.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        batch_size: int,
+        microbatch_size: int,
+        total_steps: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+    ) -> None:
+        self.examples, self.batch_size, self.microbatch_size = examples, batch_size, microbatch_size
+        self.rank, self.world_size = rank, world_size
+        self.num_microbatches = batch_size // (microbatch_size * world_size)
+        self.total_steps = total_steps
+        self.stream = Stream(len(examples), seed)
+
+    def __len__(self) -> int:
+        return self.total_steps * self.num_microbatches
+
+    def __getitem__(self, index: int) -> Batch:
+        step, microbatch = divmod(index, self.num_microbatches)
+        rows = [self.examples[i] for i in self.stream.take(step * self.batch_size, self.batch_size)]
+        rows.sort(key=_length, reverse=True)
+        start = (microbatch * self.world_size + self.rank) * self.microbatch_size
+        batch = collate(rows[start : start + self.microbatch_size])
+        batch.step_tokens = float(sum(row.num_loss_tokens for row in rows))
+        batch.step_examples = float(self.batch_size)
+        return batch
+
+
+def _length(example: Example) -> int:
+    return len(example.prompt_ids) + sum(map(len, example.completions))
+
+
+class FromStep(Sampler[int]):
+    """Indices from the trainer's current optimizer step on; its length stays that of the whole run."""
+
+    def __init__(self, steps: StepStream, trainer: L.Trainer) -> None:
+        self.steps, self.trainer = steps, trainer
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.trainer.global_step * self.steps.num_microbatches, len(self.steps)))
+
+
+class AlignmentData(L.LightningDataModule):
+    """Held-out data, the same for every algorithm: prompts to sample from, and examples with a loss."""
+
+    def __init__(self, heldout_prompts: Sequence[Example], heldout: Sequence[Example], *, eval_batch_size: int) -> None:
+        super().__init__()
+        self.heldout_prompts, self.heldout, self.eval_batch_size = heldout_prompts, heldout, eval_batch_size
+
+    @property
+    def val_sets(self) -> list[Sequence[Example]]:
+        return [rows for rows in (self.heldout_prompts, self.heldout) if rows]
+
+    def val_dataloader(self) -> list[DataLoader]:
+        batches = [_Collated(rows, self.eval_batch_size, *self._rank()) for rows in self.val_sets]
+        return [DataLoader(dataset, batch_size=None) for dataset in batches]
+
+    def _rank(self) -> tuple[int, int]:
+        assert self.trainer is not None
+        return self.trainer.global_rank, self.trainer.world_size
+
+
+class _Collated(Dataset):
+    """Held-out examples in fixed batches; every rank has equally many, the last ones possibly smaller."""
+
+    def __init__(self, rows: Sequence[Example], size: int, rank: int, world_size: int) -> None:
+        mine = list(rows[rank::world_size])[: len(rows) // world_size or 1]
+        self.batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return collate(self.batches[index])
+
+
+class OfflineData(AlignmentData):
+    """A fixed dataset as one long Lightning epoch of `total_steps` optimizer steps."""
+
+    def __init__(
+        self,
+        train: Sequence[Example],
+        heldout: Sequence[Example],
+        heldout_prompts: Sequence[Example],
+        *,
+        batch_size: int,
+        microbatch_size: int,
+        total_steps: int,
+        eval_batch_size: int,
+        seed: int,
+    ) -> None:
+        super().__init__(heldout_prompts, heldout, eval_batch_size=eval_batch_size)
+        self.train, self.seed, self.total_steps = train, seed, total_steps
+        self.batch_size, self.microbatch_size = batch_size, microbatch_size
+
+    def train_dataloader(self) -> DataLoader:
+        rank, world_size = self._rank()
+        steps = StepStream(
+            self.train,
+            batch_size=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            total_steps=self.total_steps,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+        )
+        assert self.trainer is not None
+        return DataLoader(steps, batch_size=None, sampler=FromStep(steps, self.trainer))
+
+
+class RolloutBuffer(Dataset):
+    """The current rollout as a fixed number of ready microbatches.
+
+    The length is constant: an unsized or empty loader would be prefetched before the first rollout exists.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self.microbatches: list[Batch] = []
+
+    def __len__(self) -> int:
+        return self.num_microbatches
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.microbatches[index]
+
+    def fill(self, microbatches: list[Batch]) -> None:
+        if len(microbatches) != self.num_microbatches:
+            raise RuntimeError(f"a rollout of {len(microbatches)} microbatches, {self.num_microbatches} were planned")
+        self.microbatches = microbatches
+
+
+class OnlineData(AlignmentData):
+    """Prompts, and the buffer that RolloutCallback fills once per Lightning epoch."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Example],
+        heldout_prompts: Sequence[Example],
+        *,
+        num_prompts: int,
+        num_microbatches: int,
+        num_iterations: int,
+        eval_batch_size: int,
+        seed: int,
+    ) -> None:
+        super().__init__(heldout_prompts, [], eval_batch_size=eval_batch_size)
+        self.prompts, self.num_prompts, self.num_iterations = prompts, num_prompts, num_iterations
+        self.rollouts = RolloutBuffer(num_microbatches)
+        self.stream = Stream(len(prompts), seed)
+
+    def prompts_for(self, rollout: int) -> list[Example]:
+        """This rank's prompts of one rollout; no prompt comes twice before all have come once."""
+        rank, world_size = self._rank()
+        indices = self.stream.take(rollout * self.num_prompts, self.num_prompts)
+        return [self.prompts[i] for i in indices[rank::world_size]]
+
+    def train_dataloader(self) -> DataLoader:
+        order = list(range(len(self.rollouts))) * self.num_iterations
+        return DataLoader(self.rollouts, batch_size=None, sampler=order)

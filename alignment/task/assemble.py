@@ -1,0 +1,181 @@
+"""From a composed config to a module, its data and a Trainer: what every task that runs a model needs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from alignment.algorithm.base import AlignmentModule
+from alignment.batch import Example
+from alignment.callbacks.checkpoint import AtomicCheckpointIO, checkpoint_callback
+from alignment.callbacks.progress import RunProgress
+from alignment.callbacks.ref_logprob import RefLogprobCallback
+from alignment.callbacks.rollout import RolloutCallback
+from alignment.callbacks.samples import SamplesCallback
+from alignment.config import build
+from alignment.data.datamodule import AlignmentData, OfflineData, OnlineData
+from alignment.data.encode import encode
+from alignment.experiment.record import Samples
+from alignment.reward.combine import RewardSet
+from alignment.strategy.precision import pick_precision
+
+log = logging.getLogger("alignment")
+
+
+@dataclass
+class Assembly:
+    """One run, ready to start."""
+
+    module: AlignmentModule
+    data: AlignmentData
+    trainer: L.Trainer
+    samples: Samples
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """One hash per set of examples: equal hashes mean equal rows, tokens and order."""
+        sets = {name: getattr(self.data, name, ()) for name in ("train", "prompts", "heldout", "heldout_prompts")}
+        return {name: fingerprint(rows) for name, rows in sets.items() if rows}
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.id, example.prompt_ids, example.completions)).encode())
+    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"
+
+
+def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
+    """Build everything of a validated config. No weight is loaded before the Trainer asks for the model."""
+    folder, world_size = Path(cfg["output_dir"]), cfg["trainer"]["devices"] * cfg["trainer"]["num_nodes"]
+    source = build(cfg["model"])
+    precision, reason = pick_precision(
+        cfg["trainer"]["precision"], accelerator=cfg["trainer"]["accelerator"], tiny=source.tiny
+    )
+    log.info("precision %s: %s", precision, reason)
+    source.compact_for(precision)
+    module = build_module(cfg, source)
+    data = build_data(cfg, module)
+    samples = Samples(folder)
+    callbacks = [
+        SamplesCallback(samples, num_shown=4 if cfg["trainer"]["enable_progress_bar"] else 0),
+        checkpoint_callback(folder / "checkpoints", online=module.online, **cfg["checkpoint"]),
+    ]
+    if cfg["trainer"]["enable_progress_bar"]:
+        callbacks.append(RunProgress(module.total_steps))
+    trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, world_size=world_size)
+    return Assembly(module, data, trainer, samples)
+
+
+def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
+    engine = build(cfg["rollout"])
+    rewards = RewardSet({name: (reward := build(node), reward.weight) for name, node in cfg["reward"].items()})
+    rollout = RolloutCallback(
+        engine,
+        rewards,
+        seed=cfg["seed"],
+        num_eval_samples=cfg["evaluation"]["num_samples"],
+        eval_temperature=cfg["evaluation"]["temperature"],
+    )
+    module = build(
+        cfg["algorithm"],
+        source=source,
+        reference=build(cfg["ref_strategy"]),
+        optimizer=build(cfg["optimizer"]),
+        callbacks=[rollout, RefLogprobCallback()],
+    )
+    if module.online:
+        module.temperature = engine.temperature
+    return module
+
+
+def build_data(cfg: dict[str, Any], module: AlignmentModule) -> AlignmentData:
+    """Load, tokenise and plan; sets `module.total_steps`."""
+    source_of_rows, evaluation, algorithm = build(cfg["data"]), cfg["evaluation"], cfg["algorithm"]
+
+    def encoded(rows: list[dict], form: str) -> list[Example]:
+        examples, report = encode(rows, form, module.source.tokenizer, **cfg["encoding"])
+        log.info("%s", report.line())
+        return examples
+
+    train_rows, heldout_rows = source_of_rows.load(module.data_form)
+    prompts = source_of_rows.load("prompts")[1] if evaluation["num_prompts"] else []
+    heldout_prompts = encoded(prompts[: evaluation["num_prompts"]], "prompts") if prompts else []
+    train = encoded(train_rows, module.data_form)
+    common = {"eval_batch_size": evaluation["batch_size"], "seed": cfg["seed"]}
+    if module.online:
+        module.total_steps = module.num_rollouts * module.steps_per_rollout
+        return OnlineData(
+            train,
+            heldout_prompts,
+            num_prompts=algorithm["num_prompts"],
+            num_microbatches=algorithm["num_prompts"] * algorithm["group_size"] // _rows_per_pass(cfg),
+            num_iterations=algorithm["num_iterations"],
+            **common,
+        )
+    heldout = encoded(heldout_rows, module.data_form) if heldout_rows else []
+    module.total_steps = module.max_steps or max(1, round(module.num_epochs * len(train) / module.batch_size))
+    return OfflineData(
+        train,
+        heldout,
+        heldout_prompts,
+        batch_size=algorithm["batch_size"],
+        microbatch_size=algorithm["microbatch_size"],
+        total_steps=module.total_steps,
+        **common,
+    )
+
+
+def _rows_per_pass(cfg: dict[str, Any]) -> int:
+    """Rows of one microbatch on all devices together."""
+    return cfg["algorithm"]["microbatch_size"] * cfg["trainer"]["devices"] * cfg["trainer"]["num_nodes"]
+
+
+def accumulation(cfg: dict[str, Any], online: bool) -> int:
+    """Microbatches of one optimizer step on one device."""
+    algorithm = cfg["algorithm"]
+    rows = algorithm["num_prompts"] * algorithm["group_size"] // algorithm["num_minibatches"]
+    return (rows if online else algorithm["batch_size"]) // _rows_per_pass(cfg)
+
+
+def build_trainer(
+    cfg: dict[str, Any],
+    module: AlignmentModule,
+    callbacks: list[Callback],
+    loggers: list,
+    *,
+    precision: str,
+    world_size: int,
+) -> L.Trainer:
+    arguments = cfg["trainer"] | {"precision": precision}
+    accumulate, every = accumulation(cfg, module.online), cfg["evaluation"]["every"]
+    strategy = build(cfg["strategy"]).trainer_arguments(accelerator=arguments["accelerator"], world_size=world_size)
+    return L.Trainer(
+        **arguments,
+        **strategy,
+        **schedule(module, accumulate, every),
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        logger=loggers,
+        plugins=[AtomicCheckpointIO()],
+        default_root_dir=cfg["output_dir"],
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def schedule(module: AlignmentModule, accumulate: int, every: int) -> dict[str, Any]:
+    """How long, and when to evaluate. Online runs are bounded by epochs: with max_steps a resumed run would skip its
+    rollout. Offline runs are one epoch of `total_steps` steps."""
+    if module.online:
+        return {"max_epochs": module.num_rollouts, "check_val_every_n_epoch": every}
+    batches = module.total_steps * accumulate
+    return {"max_epochs": 1, "val_check_interval": min(every * accumulate, batches)}
