@@ -16,6 +16,7 @@ from alignment.algorithm.meter import Meter
 from alignment.batch import Batch
 from alignment.errors import UserError
 from alignment.model.logprobs import TokenScores, completion_logprobs
+from alignment.ref_strategy.base import Reference
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
@@ -39,7 +40,7 @@ class AlignmentModule(L.LightningModule):
     def __init__(
         self,
         source,
-        reference: nn.Module,
+        reference: Reference,
         optimizer: Callable[..., torch.optim.Optimizer],
         callbacks: Sequence[L.Callback],
         *,
@@ -92,10 +93,15 @@ class AlignmentModule(L.LightningModule):
         return self._score(self.policy, batch, **options)
 
     @torch.no_grad()
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        """The same under the reference, detached."""
-        with self.reference.scoring_model(self.policy) as model:
-            return self._score(model, batch).logprobs
+    def reference_logprobs(self, batch: Batch) -> Tensor | None:
+        """The same under the reference, detached; None where the reference cannot know them."""
+        assert self.policy is not None
+        return self.reference.logprobs(self.policy, batch, self.score)
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probs (N, C) of a batch under any model, by the very code that scores the policy."""
+        return self._score(model, batch).logprobs
 
     def _score(self, model: nn.Module | None, batch: Batch, **options: Any) -> TokenScores:
         assert model is not None, "configure_model() comes first"
@@ -195,8 +201,9 @@ class AlignmentModule(L.LightningModule):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What is trained. Frozen weights are in the model's own folder already."""
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        """What is trained, and a reference that moves. Frozen weights are in the model's own folder already."""
+        kept = self.reference.checkpointed
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad or kept(name)}
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in trained}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -226,7 +233,7 @@ class OfflineModule(AlignmentModule):
     def __init__(
         self,
         source,
-        reference: nn.Module,
+        reference: Reference,
         optimizer: Callable[..., torch.optim.Optimizer],
         callbacks: Sequence[L.Callback],
         *,
@@ -248,7 +255,7 @@ class OnlineModule(AlignmentModule):
     def __init__(
         self,
         source,
-        reference: nn.Module,
+        reference: Reference,
         optimizer: Callable[..., torch.optim.Optimizer],
         callbacks: Sequence[L.Callback],
         *,

@@ -1,4 +1,6 @@
-"""Fill `batch.ref_logprobs`. The same hook serves offline pairs, online rollouts and evaluation."""
+"""Fill `batch.ref_logprobs`. The same hooks serve offline pairs, online rollouts and evaluation."""
+
+from typing import Any
 
 import lightning as L
 
@@ -12,9 +14,23 @@ class RefLogprobCallback(L.Callback):
     it is reported for every algorithm.
     """
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if module.needs_reference:
+            module.reference.prepare(module, trainer.datamodule)
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if module.needs_reference:
+            module.reference.prepare(module, trainer.datamodule)
+
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int) -> None:
         if module.needs_reference and batch.ref_logprobs is None:
             batch.ref_logprobs = module.reference_logprobs(batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        if module.needs_reference and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            module.reference.after_step(module.policy, trainer.global_step)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0

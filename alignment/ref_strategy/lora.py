@@ -2,27 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from alignment.model.adapters import adapter_off, add_reference_adapter, use_adapter
+from alignment.ref_strategy.base import Reference
 
 
-class LoRA(nn.Module):
+class LoRA(Reference):
     """Adapter off; where training goes on from an existing adapter, a second frozen copy of that adapter.
 
     A policy that starts from an SFT adapter has that adapter as its reference, not the bare base: otherwise the first
     DPO loss is not ln 2 and the KL of the first step is not 0.
     """
 
-    provides_reference = True
     needs_adapter = True
 
     def __init__(self) -> None:
         super().__init__()
         self.second_adapter = False
 
-    def attach(self, source, policy: nn.Module) -> None:
+    def attach(self, source: Any, policy: nn.Module) -> None:
         if source.adapter_path is not None:
             add_reference_adapter(policy)
             self.second_adapter = True

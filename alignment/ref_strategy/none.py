@@ -1,13 +1,15 @@
 """No reference at all."""
 
-from torch import nn
+from torch import Tensor, nn
+
+from alignment.batch import Batch
+from alignment.ref_strategy.base import Reference, Score
 
 
-class NoReference(nn.Module):
-    """For algorithms that need no reference; KL to it is then not measured either."""
+class NoReference(Reference):
+    """For algorithms that need no reference; the KL to it is then not measured either."""
 
     provides_reference = False
-    needs_adapter = False
 
-    def attach(self, source, policy: nn.Module) -> None:
-        """Nothing to build."""
+    def logprobs(self, policy: nn.Module, batch: Batch, score: Score) -> Tensor | None:
+        return None
