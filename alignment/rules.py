@@ -1,0 +1,310 @@
+"""Combinations and numbers that cannot work, each a small function in `RULES` that yields messages.
+
+A rule gets the plain config. It stays silent where a key it reads is absent or of the wrong type: that is reported by the
+signature check. Every message is `key: what is wrong: type what-to-type`. What an algorithm or a reference strategy needs
+is declared on its class and read here without importing it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from alignment.signatures import declared
+
+Config = Mapping[str, Any]
+
+# Numbers by the last name of their key: in words (for the message), and the check.
+BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "beta": ("at least 0", lambda x: 0 <= x < math.inf),
+    "clip_eps": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "clip_eps_high": ("at least 0", lambda x: 0 <= x < math.inf),
+    "label_smoothing": ("at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5),
+    "lr": ("more than 0", lambda x: 0 < x < math.inf),
+    "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
+    "warmup_ratio": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+    "num_epochs": ("more than 0", lambda x: 0 < x < math.inf),
+    "temperature": ("more than 0", lambda x: 0 < x < math.inf),
+    "top_p": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "top_k": ("at least 0 (0 = all tokens)", lambda x: x >= 0),
+    "seed": ("at least 0 and at most 4294967295", lambda x: 0 <= x < 2**32),
+    "gradient_clip_val": ("more than 0, or null for no clipping", lambda x: 0 < x < math.inf),
+}
+EVALUATION_TEMPERATURE = ("at least 0 (0 = greedy)", lambda x: 0 <= x < math.inf)
+# Whole numbers of at least 1 wherever they stand; other names in num_ may be 0, and so may evaluation.num_prompts.
+COUNTS = {
+    "num_prompts",
+    "batch_size",
+    "microbatch_size",
+    "group_size",
+    "max_steps",
+    "num_rollouts",
+    "num_minibatches",
+    "num_iterations",
+    "num_samples",
+    "num_nodes",
+    "devices",
+    "max_new_tokens",
+    "max_prompt_tokens",
+    "max_completion_tokens",
+    "every",
+    "log_every_n_steps",
+}
+
+# Arguments of the Trainer that follow from other keys, and the keys to use.
+TRAINER_OWNED: dict[str, str] = {
+    "max_epochs": "algorithm.num_rollouts=<n> (on-policy algorithms) or algorithm.num_epochs=<n>",
+    "min_epochs": "algorithm.num_rollouts=<n> (on-policy algorithms) or algorithm.num_epochs=<n>",
+    "max_steps": "algorithm.max_steps=<n> (offline algorithms) or algorithm.num_rollouts=<n>",
+    "min_steps": "algorithm.max_steps=<n> (offline algorithms) or algorithm.num_rollouts=<n>",
+    "accumulate_grad_batches": "algorithm.microbatch_size=<n>, with algorithm.batch_size or algorithm.num_minibatches",
+    "strategy": "strategy=<option>",
+    "logger": "logger=<option>",
+    "callbacks": "~trainer.callbacks, or leave it out: the algorithm's code lists them",
+    "plugins": "strategy=<option>",
+    "use_distributed_sampler": "~trainer.use_distributed_sampler, or leave it out: the data module shards by rank",
+    "reload_dataloaders_every_n_epochs": "~trainer.reload_dataloaders_every_n_epochs, or leave it out",
+    "check_val_every_n_epoch": "evaluation.every=<n>",
+    "val_check_interval": "evaluation.every=<n>",
+    "num_sanity_val_steps": "evaluation.num_prompts=<n>",
+    "limit_val_batches": "evaluation.num_prompts=<n>",
+    "enable_checkpointing": "checkpoint.every=<n>",
+    "enable_model_summary": "~trainer.enable_model_summary, or leave it out",
+    "default_root_dir": "output_dir=<folder>",
+}
+
+
+def problems(cfg: Config) -> list[str]:
+    """Messages of every rule."""
+    return [message for rule in RULES for message in rule(cfg)]
+
+
+# ---- reading the config -----------------------------------------------------------------------------------------------
+def get(cfg: Config, key: str, default: Any = None) -> Any:
+    value: Any = cfg
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def number(cfg: Config, key: str) -> float | None:
+    value = get(cfg, key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def count(cfg: Config, key: str) -> int | None:
+    value = get(cfg, key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def says(cfg: Config, group: str, name: str, default: Any) -> Any:
+    """What the chosen class of a group declares."""
+    target = get(cfg, f"{group}._target_")
+    return declared(target, name, default) if isinstance(target, str) else default
+
+
+def algorithm_name(cfg: Config) -> str:
+    return str(get(cfg, "algorithm._target_", "the algorithm")).rpartition(".")[2]
+
+
+def world_size(cfg: Config) -> int | None:
+    devices, nodes = count(cfg, "trainer.devices"), count(cfg, "trainer.num_nodes")
+    return devices * nodes if devices and nodes else None
+
+
+def needs_reference(cfg: Config) -> bool:
+    need = says(cfg, "algorithm", "reference_need", "optional")
+    return need == "required" or (need == "beta" and (number(cfg, "algorithm.beta") or 0) > 0)
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _leaves(value, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, node
+
+
+def _numbers(cfg: Config) -> Iterator[tuple[str, float]]:
+    for key, value in _leaves(cfg):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield key, value
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------------
+def text_none(cfg: Config) -> Iterator[str]:
+    """Hydra reads `None` as text, which is true wherever it is tested."""
+    for key, value in _leaves(cfg):
+        if value == "None":
+            yield f"{key}: 'None' is read as text: type {key}=null"
+
+
+def numbers_in_range(cfg: Config) -> Iterator[str]:
+    for key, value in _numbers(cfg):
+        name = key.rpartition(".")[2]
+        if name in BOUNDS:
+            words, holds = EVALUATION_TEMPERATURE if key == "evaluation.temperature" else BOUNDS[name]
+            if not holds(value):
+                yield f"{key}: {value} must be {words}: type {key}=<a number, {words}>"
+
+
+def counts_positive(cfg: Config) -> Iterator[str]:
+    for key, value in _numbers(cfg):
+        name = key.rpartition(".")[2]
+        smallest = 1 if name in COUNTS and key != "evaluation.num_prompts" else 0
+        if (name in COUNTS or name.startswith("num_")) and name not in BOUNDS and not value >= smallest:
+            yield f"{key}: {value} must be at least {smallest}: type {key}=<a whole number, at least {smallest}>"
+
+
+def devices_counted(cfg: Config) -> Iterator[str]:
+    value = get(cfg, "trainer.devices")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        yield f"trainer.devices: {value!r} must be a number, since batch sizes are divided by it: type trainer.devices=1"
+
+
+def checkpoints_kept(cfg: Config) -> Iterator[str]:
+    keep = number(cfg, "checkpoint.keep")
+    if keep is not None and keep != -1 and keep < 1:
+        yield f"checkpoint.keep: {keep} would keep none: type checkpoint.keep=1, or checkpoint.keep=-1 for all"
+
+
+def reference_provided(cfg: Config) -> Iterator[str]:
+    if needs_reference(cfg) and not says(cfg, "ref_strategy", "provides_reference", True):
+        ways = "ref_strategy=lora or ref_strategy=frozen"
+        if says(cfg, "algorithm", "reference_need", "") == "beta":
+            ways += ", or algorithm.beta=0 to do without"
+        yield f"ref_strategy: {algorithm_name(cfg)} compares the policy with a reference and there is none: type {ways}"
+
+
+def adapter_for_reference(cfg: Config) -> Iterator[str]:
+    adapter = get(cfg, "model.adapter", "none")
+    if says(cfg, "ref_strategy", "needs_adapter", False) and adapter in (None, "none"):
+        without = "ref_strategy=frozen" if needs_reference(cfg) else "ref_strategy=none"
+        yield (
+            "ref_strategy: the reference is the policy with its adapter switched off, but model.adapter=none trains all"
+            f" weights: type model.adapter=lora or {without}"
+        )
+
+
+def adapter_leaves_base_alone(cfg: Config) -> Iterator[str]:
+    """Such an initialisation, or trained biases, change weights that stay when the adapter is switched off."""
+    if not says(cfg, "ref_strategy", "needs_adapter", False) or get(cfg, "model.adapter") in (None, "none"):
+        return
+    init, bias = get(cfg, "model.lora.init_lora_weights"), get(cfg, "model.lora.bias", "none")
+    if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "loftq", "corda", "eva")):
+        yield (
+            f"model.lora.init_lora_weights: {init} changes the base weights, so the policy without its adapter is not the"
+            " model training started from: type ref_strategy=frozen, or model.lora.init_lora_weights=true"
+        )
+    if bias not in (None, "none"):
+        yield (
+            f"model.lora.bias: bias={bias} trains biases of the base, which stay when the adapter is switched off: type"
+            " ref_strategy=frozen, or model.lora.bias=none"
+        )
+
+
+def group_large_enough(cfg: Config) -> Iterator[str]:
+    size, smallest = count(cfg, "algorithm.group_size"), says(cfg, "algorithm", "min_group", 1)
+    if size is not None and size < smallest:
+        yield (
+            f"algorithm.group_size: {algorithm_name(cfg)} compares the samples of one prompt with each other, {size} is"
+            f" too few: type algorithm.group_size={smallest} or more"
+        )
+
+
+def rollout_divides(cfg: Config) -> Iterator[str]:
+    """Each device gets whole prompts, each optimizer step whole microbatches, each microbatch whole groups or an even
+    part of one."""
+    keys = ("num_prompts", "group_size", "microbatch_size", "num_minibatches")
+    values, world = [count(cfg, f"algorithm.{key}") for key in keys], world_size(cfg)
+    if not says(cfg, "algorithm", "online", False) or world is None or None in values:
+        return
+    prompts, group, micro, minibatches = (int(value or 0) for value in values)
+    if prompts % world:
+        yield (
+            f"algorithm.num_prompts: {prompts} prompts cannot be shared evenly by {world} devices: type"
+            f" algorithm.num_prompts={_multiple(prompts, world)}"
+        )
+        return
+    rows = prompts * group // world
+    sizes = [size for size in range(1, rows + 1) if _fits(size, rows, group, minibatches)]
+    if micro in sizes:
+        return
+    what = f"{prompts} prompts x {group} samples on {world} device(s) in {minibatches} minibatch(es)"
+    if not sizes:
+        yield (
+            f"algorithm.num_minibatches: {what} cannot be cut evenly: type algorithm.num_minibatches="
+            f"{max(n for n in range(1, minibatches + 1) if rows % n == 0)}"
+        )
+        return
+    nearest = max([size for size in sizes if size <= micro], default=min(sizes))
+    yield (
+        f"algorithm.microbatch_size: {what} cannot be cut into microbatches of {micro} that hold whole groups or an equal"
+        f" part of one: type algorithm.microbatch_size={nearest}"
+    )
+
+
+def _fits(size: int, rows: int, group: int, minibatches: int) -> bool:
+    return rows % (size * minibatches) == 0 and (size % group == 0 or group % size == 0)
+
+
+def _multiple(value: int, of: int) -> int:
+    return max(of, value // of * of)
+
+
+def batch_divides(cfg: Config) -> Iterator[str]:
+    batch, micro = count(cfg, "algorithm.batch_size"), count(cfg, "algorithm.microbatch_size")
+    world = world_size(cfg)
+    if says(cfg, "algorithm", "online", False) or not (batch and micro and world) or batch % (micro * world) == 0:
+        return
+    if batch % world == 0 and micro > 1:
+        nearest = max(size for size in range(1, micro + 1) if batch % (size * world) == 0)
+        hint = f"algorithm.microbatch_size={nearest} or algorithm.batch_size={_multiple(batch, micro * world)}"
+    else:
+        hint = f"algorithm.batch_size={_multiple(batch, micro * world)}"
+    yield (
+        f"algorithm.batch_size: {batch} cannot be cut into microbatches of {micro} on {world} device(s): type {hint}"
+    )
+
+
+def trainer_owned(cfg: Config) -> Iterator[str]:
+    for name in get(cfg, "trainer", {}):
+        if name in TRAINER_OWNED:
+            yield f"trainer.{name}: follows from other keys, a second value would contradict them: type {TRAINER_OWNED[name]}"
+
+
+def rewards_given(cfg: Config) -> Iterator[str]:
+    if says(cfg, "algorithm", "online", False) and "reward" in cfg and not cfg["reward"]:
+        yield f"reward: {algorithm_name(cfg)} learns from the rewards of its samples and none is chosen: type reward=accuracy"
+
+
+def data_readable(cfg: Config) -> Iterator[str]:
+    """Sources that say they can check their file without heavy imports do so now, not after the model has loaded."""
+    if not says(cfg, "data", "checks_itself", False):
+        return
+    module, _, name = cfg["data"]["_target_"].rpartition(".")
+    source = getattr(importlib.import_module(module), name)
+    keys = {key: value for key, value in cfg["data"].items() if key != "_target_"}
+    yield from source.problems(says(cfg, "algorithm", "data_form", "prompts"), **keys)
+
+
+RULES: list[Callable[[Config], Iterator[str]]] = [
+    text_none,
+    numbers_in_range,
+    counts_positive,
+    devices_counted,
+    checkpoints_kept,
+    reference_provided,
+    adapter_for_reference,
+    adapter_leaves_base_alone,
+    group_large_enough,
+    rollout_divides,
+    batch_divides,
+    trainer_owned,
+    rewards_given,
+    data_readable,
+]
