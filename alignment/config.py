@@ -207,8 +207,9 @@ class Command:
 
 def parse(argv: Sequence[str]) -> Command:
     """Split a command line into flags and overrides. Exits as argparse does where a flag's value is wrong."""
-    flags, unknown = get_args_parser().parse_known_intermixed_args(list(argv))
-    command = Command(flags, list(flags.overrides), unknown)
+    flags, rest = get_args_parser().parse_known_intermixed_args(list(argv))
+    overrides = [*flags.overrides, *(word for word in rest if not word.startswith("-"))]
+    command = Command(flags, overrides, [word for word in rest if word.startswith("-")])
     for line in command.overrides:
         value = _value(line) if line.partition("=")[0].lstrip("+") == "resume" else None
         if value is not None:
@@ -329,7 +330,8 @@ class Composer:
             trainer = signatures.signature(SECTIONS["trainer"][0])
             if trainer and at.rpartition(".")[2] in trainer.parameters:
                 return f"{key}: {why}, but Lightning's Trainer takes it: type +{key}={override.get_value_string()}"
-        return signatures.unknown(at, names if parent else [*names, *self.groups], why)
+        value = override.get_value_string() if at == key and not override.is_delete() else "<value>"
+        return signatures.unknown(at, names if parent else [*names, *self.groups], why, value)
 
     # -- composing --
     def settle(self, lines: Sequence[str]) -> tuple[DictConfig | None, list[str]]:

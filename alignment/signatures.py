@@ -305,8 +305,8 @@ def alternatives(annotation: ast.expr | None, module: Module) -> list[Any]:
 def bind(key: str, node: Mapping[str, Any], target: str, passed: Iterable[str] = ()) -> Iterator[str]:
     """Problems of calling `target` with the keys of a node; `passed` are the arguments that code adds.
 
-    Keys and types are checked for targets of this package. Of other packages only unknown keys are reported, and text
-    in place of something else: their annotations are not always meant.
+    Keys and types are checked for targets of this package. Of other packages only unknown keys are reported, and numbers
+    that are text: their annotations are not always meant.
     """
     spec = signature(target)
     if spec is None:
@@ -317,14 +317,21 @@ def bind(key: str, node: Mapping[str, Any], target: str, passed: Iterable[str] =
     given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
     for name, value in given.items():
         if name in wanted:
-            if (own or isinstance(value, str)) and not wanted[name].accepts(value):
+            if (own or _is_number_as_text(value)) and not wanted[name].accepts(value):
                 yield wrong_type(f"{key}.{name}", value, alternatives(wanted[name].annotation, wanted[name].module))
         elif not spec.is_open:
-            yield unknown(f"{key}.{name}", wanted, f"{target.rpartition('.')[2]} takes no such key")
+            yield unknown(f"{key}.{name}", wanted, f"{target.rpartition('.')[2]} takes no such key", value)
     for name, parameter in wanted.items() if own and not node.get("_partial_") else ():
         if name not in given and parameter.default is None:
             words = alternatives(parameter.annotation, parameter.module)
             yield f"{key}.{name}: missing, {target.rpartition('.')[2]} needs it: type +{key}.{name}=<{spell(words)}>"
+
+
+def _is_number_as_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and float(value) == float(value)
+    except ValueError:
+        return False
 
 
 def _not_found(key: str, target: str) -> Iterator[str]:
@@ -336,15 +343,15 @@ def _not_found(key: str, target: str) -> Iterator[str]:
         yield f"{key}._target_: {target} needs the package {top}, which is not installed: type pip install {top}"
 
 
-def unknown(key: str, known: Iterable[str], why: str) -> str:
+def unknown(key: str, known: Iterable[str], why: str, value: Any = "<value>") -> str:
     """Message for a key that does not exist, with the nearest one that does."""
     parent, _, name = key.rpartition(".")
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+    names = sorted(set(known) - HYDRA_KEYS)
+    near = difflib.get_close_matches(name, names, 1, 0.6)
     if near:
         nearest = f"{parent}.{near[0]}" if parent else near[0]
-        return f"{key}: {why}; did you mean {nearest}? type {nearest}=<value>"
-    names = ", ".join(sorted(known)) or "none"
-    return f"{key}: {why} (there are: {names}): type python run.py --help {parent.partition('.')[0]}".rstrip()
+        return f"{key}: {why}; did you mean {nearest}? type {nearest}={_yaml(value)}"
+    return f"{key}: {why}: type one of these, or leave it out: {', '.join(names) or '(it takes no keys)'}"
 
 
 def wrong_type(key: str, value: Any, words: list[Any]) -> str:
