@@ -13,7 +13,7 @@ from alignment.errors import ConfigError, Interrupted, UserError
 
 
 def run(argv: Sequence[str]) -> Any:
-    """Do what a command line says. Returns the task's objective (a list of them for a sweep), raises what went wrong."""
+    """Do what a command line says. Returns the task's objective (a list for a sweep), raises what went wrong."""
     if argv[:1] == ["--job"]:
         return config.run_saved(Path(argv[1]))
     command = config.parse(argv)

@@ -5,6 +5,7 @@ Only text is read, so that the answer takes a fraction of a second and says exac
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from pathlib import Path
 import yaml
 
 ABOUT = """\
-Research on LLM post-training. A run is composed of choices, one option per group: the algorithm (SFT, reward models, DPO
-and its family, PPO, GRPO and its family ...), the model, where its reference comes from, the data, the rewards and the
-hardware strategy. Anything in the composed config can be changed on the command line. A combination that cannot work is
-refused before a weight is loaded, with what to type instead."""
+Research on LLM post-training. A run is composed of choices, one option per group: the algorithm (SFT, reward models,
+DPO and its family, PPO, GRPO and its family ...), the model, where its reference comes from, the data, the rewards and
+the hardware strategy. Anything in the composed config can be changed on the command line. A combination that cannot
+work is refused before a weight is loaded, with what to type instead."""
 
 EXAMPLES = """\
   python run.py                                                       the defaults marked * below
@@ -27,10 +28,10 @@ EXAMPLES = """\
   python run.py --cfg job algorithm=dpo                               show the composed config instead of running it"""
 
 SYNTAX = """\
-  group=option         choose                             key=null            no value (None is refused)
-  key.inner=5e-7       change a value                     key=[a,b]           a list
-  +key.inner=5         add a key that is not in the yaml  "key='a,b'"         text with a comma; s=a,b is a sweep (-m)
-  ~key.inner           leave a key out                    output_dir=folder   where the run (or, with -m, the sweep) goes"""
+  group=option     choose                              key=null           no value (None is refused)
+  key.inner=5e-7   change a value                      key=[a,b]          a list
+  +key.inner=5     add a key that is not in the yaml   "key='a,b'"        text with a comma: key=a,b is a sweep (-m)
+  ~key.inner       leave a key out                     output_dir=folder  where the run goes (the sweep, with -m)"""
 
 WIDTH = 120
 # Keys that are machinery, not settings.
@@ -80,8 +81,9 @@ def options(conf: Path, group: str) -> dict[str, Path]:
     return {file.stem: file for file in sorted((conf / group).glob("*.yaml")) if not file.stem.startswith("_")}
 
 
+@functools.cache
 def groups(conf: Path) -> dict[str, list[str]]:
-    """Groups in the order of config.yaml's defaults, each with its chosen option(s); then the groups not chosen there."""
+    """Groups in the order of config.yaml's defaults, each with its chosen option(s), then those not chosen there."""
     chosen: dict[str, list[str]] = {}
     for item in yaml.safe_load((conf / "config.yaml").read_text(encoding="utf-8")).get("defaults", []):
         if isinstance(item, dict):
@@ -107,12 +109,12 @@ def overview(conf: Path) -> str:
     lines.append("")
     lines.append("Keys of every run (each group's keys: `python run.py --help <option>`)")
     lines.extend(_entry_line(entry) for entry in entries(conf / "config.yaml") if entry.value)
-    tail = "Flags: -m sweep, --cfg job show the config, --info defaults-tree show where it comes from, --hydra-help all of them."
+    tail = "Flags: -m sweep, --cfg job the composed config, --info defaults-tree where it comes from, --hydra-help all."
     return "\n\n".join([*parts, "\n".join(lines), tail])
 
 
 def details(conf: Path, words: list[str]) -> str:
-    """The text of `--help algorithm=dpo`, `--help dpo` or `--help algorithm`. LookupError where nothing is called so."""
+    """The text of `--help algorithm=dpo`, `--help dpo` or `--help algorithm`. LookupError if nothing is called so."""
     return "\n\n".join(block for word in words for block in _details(conf, word))
 
 
@@ -122,7 +124,9 @@ def _details(conf: Path, word: str) -> list[str]:
     if group in known and not option:
         found = options(conf, group)
         width = max(map(len, found), default=0)
-        return ["\n".join([group, *(_wrapped(f"  {name.ljust(width)}  ", description(f)) for name, f in found.items())])]
+        return [
+            "\n".join([group, *(_wrapped(f"  {name.ljust(width)}  ", description(f)) for name, f in found.items())])
+        ]
     wanted = option or group
     pairs = [(g, wanted) for g in ([group] if option else known) if wanted in options(conf, g)]
     if not pairs:

@@ -1,8 +1,8 @@
 """Combinations and numbers that cannot work, each a small function in `RULES` that yields messages.
 
-A rule gets the plain config. It stays silent where a key it reads is absent or of the wrong type: that is reported by the
-signature check. Every message is `key: what is wrong: type what-to-type`. What an algorithm or a reference strategy needs
-is declared on its class and read here without importing it.
+A rule gets the plain config. It stays silent where a key it reads is absent or of the wrong type: that is reported by
+the signature check. Every message is `key: what is wrong: type what-to-type`. What an algorithm or a reference strategy
+needs is declared on its class and read here without importing it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def problems(cfg: Config) -> list[str]:
     return [message for rule in RULES for message in rule(cfg)]
 
 
-# ---- reading the config -----------------------------------------------------------------------------------------------
+# ---- reading the config --------------------------------------------------------------------------------------------
 def get(cfg: Config, key: str, default: Any = None) -> Any:
     value: Any = cfg
     for name in key.split("."):
@@ -135,7 +135,7 @@ def _numbers(cfg: Config) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
-# ---- rules ------------------------------------------------------------------------------------------------------------
+# ---- rules ---------------------------------------------------------------------------------------------------------
 def text_none(cfg: Config) -> Iterator[str]:
     """Hydra reads `None` as text, which is true wherever it is tested."""
     for key, value in _leaves(cfg):
@@ -163,7 +163,7 @@ def counts_positive(cfg: Config) -> Iterator[str]:
 def devices_counted(cfg: Config) -> Iterator[str]:
     value = get(cfg, "trainer.devices")
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        yield f"trainer.devices: {value!r} must be a number, since batch sizes are divided by it: type trainer.devices=1"
+        yield f"trainer.devices: {value!r} must be a number, batch sizes are divided by it: type trainer.devices=1"
 
 
 def checkpoints_kept(cfg: Config) -> Iterator[str]:
@@ -197,8 +197,8 @@ def adapter_leaves_base_alone(cfg: Config) -> Iterator[str]:
     init, bias = get(cfg, "model.lora.init_lora_weights"), get(cfg, "model.lora.bias", "none")
     if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "loftq", "corda", "eva")):
         yield (
-            f"model.lora.init_lora_weights: {init} changes the base weights, so the policy without its adapter is not the"
-            " model training started from: type ref_strategy=frozen, or model.lora.init_lora_weights=true"
+            f"model.lora.init_lora_weights: {init} changes the base weights, so the policy without its adapter is not"
+            " the model training started from: type ref_strategy=frozen, or model.lora.init_lora_weights=true"
         )
     if bias not in (None, "none"):
         yield (
@@ -224,6 +224,8 @@ def rollout_divides(cfg: Config) -> Iterator[str]:
     if not says(cfg, "algorithm", "online", False) or world is None or None in values:
         return
     prompts, group, micro, minibatches = (int(value or 0) for value in values)
+    if group < says(cfg, "algorithm", "min_group", 1):
+        return
     if prompts % world:
         yield (
             f"algorithm.num_prompts: {prompts} prompts cannot be shared evenly by {world} devices: type"
@@ -243,8 +245,8 @@ def rollout_divides(cfg: Config) -> Iterator[str]:
         return
     nearest = max([size for size in sizes if size <= micro], default=min(sizes))
     yield (
-        f"algorithm.microbatch_size: {what} cannot be cut into microbatches of {micro} that hold whole groups or an equal"
-        f" part of one: type algorithm.microbatch_size={nearest}"
+        f"algorithm.microbatch_size: {what} cannot be cut into microbatches of {micro} that hold whole groups or an"
+        f" equal part of one: type algorithm.microbatch_size={nearest}"
     )
 
 
@@ -274,12 +276,13 @@ def batch_divides(cfg: Config) -> Iterator[str]:
 def trainer_owned(cfg: Config) -> Iterator[str]:
     for name in get(cfg, "trainer", {}):
         if name in TRAINER_OWNED:
-            yield f"trainer.{name}: follows from other keys, a second value would contradict them: type {TRAINER_OWNED[name]}"
+            hint = TRAINER_OWNED[name]
+            yield f"trainer.{name}: follows from other keys, a second value would contradict them: type {hint}"
 
 
 def rewards_given(cfg: Config) -> Iterator[str]:
     if says(cfg, "algorithm", "online", False) and "reward" in cfg and not cfg["reward"]:
-        yield f"reward: {algorithm_name(cfg)} learns from the rewards of its samples and none is chosen: type reward=accuracy"
+        yield f"reward: {algorithm_name(cfg)} learns from rewards of its samples, none is chosen: type reward=accuracy"
 
 
 def data_readable(cfg: Config) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """What a `_target_` takes and declares, read from its source with `ast`: nothing is imported, so it takes milliseconds.
 
-A config can then be refused before torch, Lightning or transformers load. `signature()` follows the imports of a module,
-merges a class whose `__init__` ends in `**common` with its bases, and reads dataclasses; `bind()` compares a node's keys
-and values with it.
+A config can then be refused before torch, Lightning or transformers load. `signature()` follows the imports of a
+module, merges a class whose `__init__` ends in `**common` with its bases, and reads dataclasses; `bind()` compares a
+node's keys and values with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,17 @@ HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 BARE_BASES = {"object", "ABC", "Protocol", "Generic", "Module", "LightningModule", "Callback", "Exception"}
 
 
-# ---- modules ----------------------------------------------------------------------------------------------------------
+class _Unset:
+    """Stands for a value that is missing or cannot be resolved: reported once, then left alone by every other check."""
+
+    def __repr__(self) -> str:
+        return "???"
+
+
+UNSET = _Unset()
+
+
+# ---- modules -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Module:
     """The top-level names of one source file: a definition, or ("module", "name") where it was imported from."""
@@ -31,7 +41,7 @@ class Module:
     names: Mapping[str, ast.AST | tuple[str, str | None]] = field(compare=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> Module | None:
     """Parse a module by its dotted name. None where there is no Python source for it."""
     path = _source(name)
@@ -64,7 +74,10 @@ def _top_level(body: Iterable[ast.stmt], package: str) -> Iterator[tuple[str, as
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             yield node.target.id, node.value
         elif isinstance(node, ast.Import):
-            yield from ((a.asname or a.name.split(".")[0], (a.name if a.asname else a.name.split(".")[0], None)) for a in node.names)
+            yield from (
+                (a.asname or a.name.split(".")[0], (a.name if a.asname else a.name.split(".")[0], None))
+                for a in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
             source = ".".join(part for part in (base, node.module) if part)
@@ -91,7 +104,7 @@ def _lookup(module: Module, dotted: str) -> tuple[Module, ast.AST] | None:
     return (module, found) if found is not None and not rest else None
 
 
-# ---- signatures -------------------------------------------------------------------------------------------------------
+# ---- signatures ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Parameter:
     annotation: ast.expr | None
@@ -153,7 +166,9 @@ def _constructor(module: Module, node: ast.ClassDef) -> Signature:
 
 def _given_to_super(init: ast.FunctionDef) -> set[str]:
     """Names that `super().__init__(name=...)` sets itself: they are no longer the caller's to choose."""
-    calls = [call for call in ast.walk(init) if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"]
+    calls = [
+        call for call in ast.walk(init) if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
+    ]
     return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
 
 
@@ -207,13 +222,19 @@ def declared(target: str, name: str, default: Any = None) -> Any:
         return default
     for _, cls in _lineage(found[0], found[1]):
         for item in cls.body if cls is not None else ():
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target] if isinstance(item, ast.AnnAssign) else []
+            targets = (
+                item.targets
+                if isinstance(item, ast.Assign)
+                else [item.target]
+                if isinstance(item, ast.AnnAssign)
+                else []
+            )
             if any(isinstance(t, ast.Name) and t.id == name for t in targets) and item.value is not None:  # pyright: ignore
                 return ast.literal_eval(item.value)  # pyright: ignore
     return default
 
 
-# ---- types ------------------------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------------------------
 LISTS = {"list", "List", "Sequence", "Iterable", "Collection", "set", "frozenset", "tuple", "Tuple"}
 DICTS = {"dict", "Dict", "Mapping", "MutableMapping"}
 SIMPLE = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "None": "null"}
@@ -221,7 +242,7 @@ SIMPLE = {"int": "a whole number", "float": "a number", "str": "text", "bool": "
 
 def accepts(annotation: ast.expr | None, value: Any, module: Module) -> bool:
     """Whether a config value fits an annotation. Names that no source explains accept anything."""
-    if annotation is None or (isinstance(value, Mapping) and "_target_" in value):
+    if annotation is None or value is UNSET or (isinstance(value, Mapping) and "_target_" in value):
         return True
     match annotation:
         case ast.Constant(value=None):
@@ -301,12 +322,12 @@ def alternatives(annotation: ast.expr | None, module: Module) -> list[Any]:
     return []
 
 
-# ---- binding ----------------------------------------------------------------------------------------------------------
+# ---- binding -------------------------------------------------------------------------------------------------------
 def bind(key: str, node: Mapping[str, Any], target: str, passed: Iterable[str] = ()) -> Iterator[str]:
     """Problems of calling `target` with the keys of a node; `passed` are the arguments that code adds.
 
-    Keys and types are checked for targets of this package. Of other packages only unknown keys are reported, and numbers
-    that are text: their annotations are not always meant.
+    Keys and types are checked for targets of this package. Of other packages only unknown keys are reported, and
+    numbers that are text: their annotations are not always meant.
     """
     spec = signature(target)
     if spec is None:
@@ -350,22 +371,33 @@ def unknown(key: str, known: Iterable[str], why: str, value: Any = "<value>") ->
     near = difflib.get_close_matches(name, names, 1, 0.6)
     if near:
         nearest = f"{parent}.{near[0]}" if parent else near[0]
-        return f"{key}: {why}; did you mean {nearest}? type {nearest}={_yaml(value)}"
+        return f"{key}: {why}; did you mean {nearest}? type {nearest}={as_yaml(value)}"
     return f"{key}: {why}: type one of these, or leave it out: {', '.join(names) or '(it takes no keys)'}"
 
 
 def wrong_type(key: str, value: Any, words: list[Any]) -> str:
     """Message for a value of the wrong type, with the nearest right one."""
-    shown = f"text {value!r}" if isinstance(value, str) else "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    shown = (
+        f"text {value!r}"
+        if isinstance(value, str)
+        else "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+    )
     return f"{key}: {shown} is not {spell(words)}: type {key}={_suggest(value, words)}"
 
 
 def spell(words: list[Any]) -> str:
-    return " or ".join(_yaml(word) for word in words) or "a value"
+    return " or ".join(as_yaml(word) for word in words) or "a value"
 
 
-def _yaml(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+def as_yaml(value: Any) -> str:
+    """A value as it is typed."""
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def _suggest(value: Any, words: list[Any]) -> str:
