@@ -201,7 +201,8 @@ class Composer:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.loader = GlobalHydra.instance().config_loader()
-        self.groups = self._options("", ObjectType.GROUP)
+        # A run that is resumed has folders of its own (model/), which are no groups.
+        self.groups = list(manual.groups(CONF)) if command.resume else self._options("", ObjectType.GROUP)
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def _options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
@@ -292,6 +293,8 @@ class Composer:
         why = f"there is no such key in {parent or 'the config'}"
         inner = key[len(parent) :].lstrip(".").partition(".")[0]
         at = f"{parent}.{inner}" if parent else inner
+        if parent and not names:
+            return f"{key}: {parent} is a value with nothing in it: type {parent}={value}"
         trainer = signatures.signature(SECTIONS["trainer"][0]) if parent == "trainer" else None
         if trainer and inner in trainer.parameters:
             return f"{key}: {why}, but Lightning's Trainer takes it: type +{key}={value}"
@@ -448,7 +451,9 @@ def _folder_problems(folder: Path, command: Command) -> Iterator[str]:
     """A folder that holds a run is only ever gone on with; several processes need one folder that all of them know."""
     if command.resume or not jobs.is_first_process():
         return
-    if (folder / "config.yaml").exists():
+    if (folder / "config.yaml").exists() and command.multirun:
+        yield f"output_dir: {HydraConfig.get().sweep.dir} holds jobs of a sweep already: type output_dir=<another folder>"
+    elif (folder / "config.yaml").exists():
         ways = f"type resume={folder} to go on with it, or output_dir=<another folder>"
         yield f"output_dir: {folder} holds a run already: {ways}"
     if jobs.is_launched_from_outside() and not any(line.startswith("hydra.run.dir=") for line in command.lines):
@@ -507,7 +512,8 @@ def _of_jobs(problem: str, numbers: list[int], lists: list[list[str]]) -> str:
     """A problem with the jobs that have it, where others do not."""
     if len(numbers) == len(lists):
         return problem
-    which = [f"job {number} ({' '.join(lists[number])})" for number in numbers[:2]]
+    words = [[line for line in lists[number] if not line.startswith("hydra.")] for number in numbers[:2]]
+    which = [f"job {number} ({' '.join(line)})" for number, line in zip(numbers, words, strict=False)]
     more = [f"{len(numbers) - 2} more"] if len(numbers) > 2 else []
     return f"[{', '.join(which + more)}] {problem}"
 
@@ -589,6 +595,7 @@ def _run_alone(cfg: dict[str, Any], command: Command) -> Any:
     """The objective, or the error as a value: Hydra would print it in its own way."""
     try:
         write_config(cfg, replace=command.resume is not None)
+        (Path(cfg["output_dir"]) / "error.txt").unlink(missing_ok=True)  # of the sweep it may have been part of
         return jobs.run_here(cfg)
     except Exception as error:
         return error

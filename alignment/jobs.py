@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import __main__
 from alignment.errors import Interrupted, UserError
 
 ENTRY = Path(__file__).resolve().parent.parent / "run.py"
@@ -95,12 +94,13 @@ def record_failure(folder: Path, error: BaseException) -> None:
 @contextlib.contextmanager
 def _launched_as(*arguments: str) -> Iterator[None]:
     """What Lightning replays to start another rank: this job alone, not the sweep it may be part of."""
-    argv, spec = sys.argv, getattr(__main__, "__spec__", None)
-    sys.argv, __main__.__spec__ = [str(ENTRY), *arguments], None
+    main = sys.modules["__main__"]
+    argv, spec = sys.argv, main.__spec__
+    sys.argv, main.__spec__ = [str(ENTRY), *arguments], None
     try:
         yield
     finally:
-        sys.argv, __main__.__spec__ = argv, spec
+        sys.argv, main.__spec__ = argv, spec
 
 
 @contextlib.contextmanager

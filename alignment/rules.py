@@ -180,6 +180,22 @@ def reference_provided(cfg: Config) -> Iterator[str]:
         yield f"ref_strategy: {algorithm_name(cfg)} compares the policy with a reference and there is none: type {ways}"
 
 
+def reference_known_in_advance(cfg: Config) -> Iterator[str]:
+    if says(cfg, "ref_strategy", "offline_only", False) and says(cfg, "algorithm", "online", False):
+        yield (
+            f"ref_strategy: {algorithm_name(cfg)} learns from samples that do not exist before training, their reference"
+            " log-probs cannot be stored in advance: type ref_strategy=lora or ref_strategy=frozen"
+        )
+
+
+def moving_reference_used(cfg: Config) -> Iterator[str]:
+    if says(cfg, "ref_strategy", "moves", False) and not needs_reference(cfg):
+        ways = "ref_strategy=none"
+        if says(cfg, "algorithm", "reference_need", "") == "beta":
+            ways += ", or algorithm.beta=<a number more than 0>"
+        yield f"ref_strategy: the reference follows the policy, but nothing in the loss reads it: type {ways}"
+
+
 def adapter_for_reference(cfg: Config) -> Iterator[str]:
     adapter = get(cfg, "model.adapter", "none")
     if says(cfg, "ref_strategy", "needs_adapter", False) and adapter in (None, "none"):
@@ -191,16 +207,23 @@ def adapter_for_reference(cfg: Config) -> Iterator[str]:
 
 
 def adapter_leaves_base_alone(cfg: Config) -> Iterator[str]:
-    """Such an initialisation, or trained biases, change weights that stay when the adapter is switched off."""
-    if not says(cfg, "ref_strategy", "needs_adapter", False) or get(cfg, "model.adapter") in (None, "none"):
+    """Such an initialisation, or trained biases, change weights that stay when the adapter is switched off.
+
+    A stored reference is computed once, before training, with the adapter off: only the initialisation matters to it.
+    An adapter that training starts from is kept as a second adapter: how a fresh one would start does not matter then.
+    """
+    while_training = says(cfg, "ref_strategy", "needs_adapter", False)
+    switches_off = while_training or says(cfg, "ref_strategy", "offline_only", False)
+    if not switches_off or get(cfg, "model.adapter") in (None, "none"):
         return
     init, bias = get(cfg, "model.lora.init_lora_weights"), get(cfg, "model.lora.bias", "none")
-    if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "loftq", "corda", "eva")):
+    changes_base = isinstance(init, str) and init.lower().startswith(("pissa", "olora", "loftq", "corda", "eva"))
+    if changes_base and get(cfg, "model.adapter_path") is None:
         yield (
             f"model.lora.init_lora_weights: {init} changes the base weights, so the policy without its adapter is not"
             " the model training started from: type ref_strategy=frozen, or model.lora.init_lora_weights=true"
         )
-    if bias not in (None, "none"):
+    if while_training and bias not in (None, "none"):
         yield (
             f"model.lora.bias: bias={bias} trains biases of the base, which stay when the adapter is switched off: type"
             " ref_strategy=frozen, or model.lora.bias=none"
@@ -302,6 +325,8 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     devices_counted,
     checkpoints_kept,
     reference_provided,
+    reference_known_in_advance,
+    moving_reference_used,
     adapter_for_reference,
     adapter_leaves_base_alone,
     group_large_enough,
