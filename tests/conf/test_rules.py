@@ -1,0 +1,262 @@
+"""Every rule refuses what it should with a message that names the key and says what to type, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment import rules, signatures
+
+CLASSES = '''
+class Online:
+    online = True
+    data_form = "prompts"
+    reference_need = "beta"
+    min_group = 2
+
+class Offline:
+    reference_need = "required"
+    data_form = "pairs"
+
+class Free:
+    reference_need = "optional"
+
+class Frozen: ...
+
+class Adapter:
+    needs_adapter = True
+
+class Nothing:
+    provides_reference = False
+
+class Stored:
+    offline_only = True
+
+class Moving:
+    moves = True
+
+class File:
+    checks_itself = True
+
+    @staticmethod
+    def problems(form, *, path):
+        yield f"data.path: {path} has no {form}: type data.path=<a file>"
+'''
+
+ONLINE: dict[str, Any] = {
+    "_target_": "toyrules.Online",
+    "beta": 0.04,
+    "clip_eps": 0.2,
+    "lr": 1e-4,
+    "num_prompts": 8,
+    "group_size": 8,
+    "microbatch_size": 32,
+    "num_minibatches": 1,
+    "num_rollouts": 3,
+}
+OFFLINE: dict[str, Any] = {"_target_": "toyrules.Offline", "beta": 0.1, "batch_size": 32, "microbatch_size": 8}
+GOOD: dict[str, Any] = {
+    "seed": 0,
+    "algorithm": ONLINE,
+    "ref_strategy": {"_target_": "toyrules.Frozen"},
+    "model": {"adapter": "lora", "adapter_path": None, "lora": {"init_lora_weights": True, "bias": "none"}},
+    "reward": {"accuracy": {"weight": 1.0}},
+    "rollout": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 12},
+    "trainer": {"devices": 1, "num_nodes": 1, "gradient_clip_val": None},
+    "evaluation": {"num_prompts": 0, "num_samples": 1, "every": 5, "temperature": 0},
+    "checkpoint": {"every": 5, "keep": -1},
+    "data": {"_target_": "toyrules.Frozen"},
+}
+
+
+@pytest.fixture(autouse=True)
+def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toyrules.py").write_text(CLASSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    signatures.load.cache_clear()
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """GOOD with dotted keys changed."""
+    cfg = copy.deepcopy(GOOD)
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = cfg
+        for name in parents:
+            node = node[name]
+        node[last] = value
+    return cfg
+
+
+def reference(name: str, **changes: Any) -> dict[str, Any]:
+    return config(ref_strategy={"_target_": f"toyrules.{name}"}, **changes)
+
+
+# rule: (changed config, key of the message, what it tells to type)
+CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
+    "text_none": [(lambda: config(rollout__stop="None"), "rollout.stop", "rollout.stop=null")],
+    "numbers_in_range": [
+        (lambda: config(algorithm__lr=0), "algorithm.lr", "algorithm.lr=<a number, more than 0>"),
+        (lambda: config(algorithm__lr=float("nan")), "algorithm.lr", "algorithm.lr="),
+        (lambda: config(algorithm__beta=-0.1), "algorithm.beta", "algorithm.beta=<a number, at least 0>"),
+        (lambda: config(algorithm__clip_eps=1.0), "algorithm.clip_eps", "algorithm.clip_eps="),
+        (lambda: config(rollout__temperature=0), "rollout.temperature", "rollout.temperature="),
+        (lambda: config(rollout__top_p=0.0), "rollout.top_p", "rollout.top_p="),
+        (lambda: config(rollout__top_p=1.1), "rollout.top_p", "rollout.top_p="),
+        (lambda: config(rollout__top_k=-1), "rollout.top_k", "rollout.top_k="),
+        (lambda: config(evaluation__temperature=-0.1), "evaluation.temperature", "evaluation.temperature="),
+        (lambda: config(seed=-1), "seed", "seed="),
+        (lambda: config(trainer__gradient_clip_val=0), "trainer.gradient_clip_val", "trainer.gradient_clip_val="),
+    ],
+    "counts_positive": [
+        (lambda: config(algorithm__num_rollouts=0), "algorithm.num_rollouts", "algorithm.num_rollouts="),
+        (lambda: config(algorithm__num_prompts=0), "algorithm.num_prompts", "algorithm.num_prompts="),
+        (lambda: config(rollout__max_new_tokens=0), "rollout.max_new_tokens", "rollout.max_new_tokens="),
+        (lambda: config(evaluation__num_prompts=-1), "evaluation.num_prompts", "at least 0>"),
+        (lambda: config(evaluation__every=0), "evaluation.every", "evaluation.every="),
+        (lambda: config(checkpoint__every=0), "checkpoint.every", "checkpoint.every="),
+        (lambda: config(trainer__devices=0), "trainer.devices", "trainer.devices="),
+    ],
+    "devices_counted": [(lambda: config(trainer__devices="auto"), "trainer.devices", "trainer.devices=1")],
+    "checkpoints_kept": [(lambda: config(checkpoint__keep=0), "checkpoint.keep", "checkpoint.keep=-1")],
+    "reference_provided": [
+        (lambda: reference("Nothing"), "ref_strategy", "ref_strategy=lora or ref_strategy=frozen, or algorithm.beta=0"),
+        (lambda: reference("Nothing", algorithm=OFFLINE), "ref_strategy", "ref_strategy=lora or ref_strategy=frozen"),
+    ],
+    "reference_known_in_advance": [(lambda: reference("Stored"), "ref_strategy", "ref_strategy=lora")],
+    "moving_reference_used": [
+        (lambda: reference("Moving", algorithm__beta=0), "ref_strategy", "ref_strategy=none, or algorithm.beta="),
+        (lambda: reference("Moving", algorithm={"_target_": "toyrules.Free"}), "ref_strategy", "ref_strategy=none"),
+    ],
+    "adapter_for_reference": [
+        (lambda: reference("Adapter", model__adapter="none"), "ref_strategy", "model.adapter=lora or ref_strategy=frozen"),
+        (
+            lambda: reference("Adapter", model__adapter="none", algorithm={"_target_": "toyrules.Free"}),
+            "ref_strategy",
+            "model.adapter=lora or ref_strategy=none",
+        ),
+    ],
+    "adapter_leaves_base_alone": [
+        (
+            lambda: reference("Adapter", model__lora__init_lora_weights="pissa_niter_4"),
+            "model.lora.init_lora_weights",
+            "ref_strategy=frozen",
+        ),
+        (
+            lambda: reference("Stored", algorithm=OFFLINE, model__lora__init_lora_weights="olora"),
+            "model.lora.init_lora_weights",
+            "ref_strategy=frozen",
+        ),
+        (lambda: reference("Adapter", model__lora__bias="all"), "model.lora.bias", "ref_strategy=frozen"),
+    ],
+    "group_large_enough": [
+        (lambda: config(algorithm__group_size=1), "algorithm.group_size", "algorithm.group_size=2"),
+    ],
+    "rollout_divides": [
+        # 64 rows: 48 divides neither 64 nor is it a multiple of 8 that does
+        (lambda: config(algorithm__microbatch_size=48), "algorithm.microbatch_size", "algorithm.microbatch_size=32"),
+        # 64 rows in 4 minibatches: 16 rows each
+        (lambda: config(algorithm__num_minibatches=4), "algorithm.microbatch_size", "algorithm.microbatch_size=16"),
+        # 6 is neither a multiple nor a divisor of a group of 8
+        (lambda: config(algorithm__microbatch_size=6), "algorithm.microbatch_size", "algorithm.microbatch_size=4"),
+        # 8 prompts on 3 devices
+        (lambda: config(trainer__devices=3), "algorithm.num_prompts", "algorithm.num_prompts=6"),
+        # 64 rows cannot be cut in 3; 2 is the nearest number that works
+        (lambda: config(algorithm__num_minibatches=3), "algorithm.num_minibatches", "algorithm.num_minibatches=2"),
+    ],
+    "batch_divides": [
+        (
+            lambda: config(algorithm=OFFLINE | {"microbatch_size": 12}),
+            "algorithm.batch_size",
+            "algorithm.microbatch_size=8 or algorithm.batch_size=24",
+        ),
+        (lambda: config(algorithm=OFFLINE, trainer__devices=3), "algorithm.batch_size", "algorithm.batch_size=24"),
+        (lambda: config(algorithm=OFFLINE | {"batch_size": 4}), "algorithm.batch_size", "algorithm.microbatch_size=4"),
+    ],
+    "trainer_owned": [
+        (lambda: config(trainer__max_steps=5), "trainer.max_steps", "algorithm.max_steps="),
+        (lambda: config(trainer__max_epochs=5), "trainer.max_epochs", "algorithm.num_rollouts="),
+        (lambda: config(trainer__accumulate_grad_batches=2), "trainer.accumulate_grad_batches", "microbatch_size"),
+    ],
+    "rewards_given": [(lambda: config(reward={}), "reward", "reward=accuracy")],
+    "data_readable": [
+        (lambda: config(data={"_target_": "toyrules.File", "path": "x.jsonl"}), "data.path", "data.path=<a file>"),
+    ],
+}
+FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) == {rule.__name__ for rule in rules.RULES}
+
+
+@pytest.mark.parametrize(("name", "make", "key", "hint"), FLAT, ids=[f"{name}-{key}" for name, _, key, _ in FLAT])
+def test_a_rule_refuses(name: str, make: Callable[[], dict[str, Any]], key: str, hint: str) -> None:
+    """The one rule speaks, about the one key, and ends with what to type."""
+    spoken = {rule.__name__: list(rule(make())) for rule in rules.RULES}
+    assert [rule for rule, messages in spoken.items() if messages] == [name]
+    (message,) = spoken[name]
+    assert message.startswith(f"{key}: ")
+    assert hint in re.split(r": type ", message)[-1]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        config,
+        lambda: config(algorithm=OFFLINE),
+        lambda: reference("Nothing", algorithm__beta=0),
+        lambda: reference("Nothing", algorithm={"_target_": "toyrules.Free"}),
+        lambda: reference("Adapter"),
+        lambda: reference("Adapter", model__lora__init_lora_weights="pissa", model__adapter_path="runs/sft"),
+        lambda: reference("Stored", algorithm=OFFLINE, model__lora__bias="all"),
+        lambda: reference("Moving", algorithm=OFFLINE),
+        lambda: config(model__lora__init_lora_weights="pissa"),
+        lambda: config(algorithm__microbatch_size=4),
+        lambda: config(algorithm__num_minibatches=2, trainer__devices=2, algorithm__microbatch_size=8),
+        lambda: config(algorithm=OFFLINE, trainer__devices=2, trainer__num_nodes=2),
+        lambda: {},
+        lambda: config(algorithm__group_size="eight", algorithm__lr="x", trainer__devices=True, seed=None) | {"data": 3},
+    ],
+)
+def test_what_works_is_let_through(cfg: Callable[[], dict[str, Any]]) -> None:
+    """The last one is for the signature check: rules say nothing about values of the wrong type."""
+    assert [message for message in rules.problems(cfg()) if not message.startswith("trainer.devices")] == []
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("minibatches", [1, 2, 3, 4])
+@pytest.mark.parametrize("group", [2, 3, 6, 8])
+@pytest.mark.parametrize("micro", [1, 3, 5, 6, 16, 100])
+def test_following_the_advice_ends_in_a_rollout_that_divides(
+    devices: int, minibatches: int, group: int, micro: int
+) -> None:
+    """Type what the message says until it is silent: at most once per key, and then the arithmetic holds."""
+    cfg = config(trainer__devices=devices)
+    cfg["algorithm"] |= {"num_prompts": 7, "group_size": group, "num_minibatches": minibatches, "microbatch_size": micro}
+    for _ in range(4):
+        messages = list(rules.rollout_divides(cfg))
+        if not messages:
+            break
+        key, value = messages[0].rsplit("type algorithm.", 1)[1].split("=")
+        cfg["algorithm"][key] = int(value)
+    a = cfg["algorithm"]
+    rows = a["num_prompts"] * group // devices
+    assert a["num_prompts"] % devices == 0
+    assert rows % (a["num_minibatches"] * a["microbatch_size"]) == 0
+    assert a["microbatch_size"] % group == 0 or group % a["microbatch_size"] == 0
+
+
+def test_each_advice_for_an_offline_batch_works() -> None:
+    for micro in range(1, 40):
+        for devices in (1, 2, 3):
+            cfg = config(algorithm=OFFLINE | {"microbatch_size": micro}, trainer__devices=devices)
+            for message in rules.batch_divides(cfg):
+                for key, value in re.findall(r"algorithm\.(\w+)=(\d+)", message):
+                    changed = cfg["algorithm"] | {key: int(value)}
+                    assert changed["batch_size"] % (changed["microbatch_size"] * devices) == 0
