@@ -30,7 +30,7 @@ PASSED: dict[str, set[str]] = {
 # Sections without `_target_`, and the function that takes their keys together with these arguments of code.
 SECTIONS: dict[str, tuple[str, set[str]]] = {
     "encoding": ("alignment.data.encode.encode", {"rows", "form", "tokenizer"}),
-    "checkpoint": ("alignment.callbacks.checkpoint.checkpoint_callback", {"folder", "online"}),
+    "checkpoint": ("alignment.callbacks.checkpoint.BoundaryCheckpoint", {"folder", "online"}),
     "trainer": ("lightning.pytorch.Trainer", set()),
 }
 # Groups of which nothing need be chosen.

@@ -156,7 +156,9 @@ class AlignmentModule(L.LightningModule):
         self.meter.add("train/lr", optimizer.param_groups[0]["lr"], 1)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            return
+        if self.global_step % self.trainer.log_every_n_steps == 0 or self.global_step == self.total_steps:
             self._log(self.meter.flush(self._sum_over_ranks))
 
     def on_validation_start(self) -> None:
@@ -170,8 +172,13 @@ class AlignmentModule(L.LightningModule):
         self.evaluated_step = self.global_step
 
     def _log(self, metrics: dict[str, float]) -> None:
-        """Through Lightning, so that every logger and callback sees them; the step is the optimizer's."""
-        self.log_dict(metrics | {"step": float(self.global_step)}, batch_size=1)
+        """One row for every logger, at the optimizer's step; callbacks (early stopping, the bar) see the same numbers.
+
+        Not through Lightning's own logging: it repeats old values for the rest of an epoch, and counts steps from 0.
+        """
+        self.log_dict(metrics, logger=False, batch_size=1)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics=metrics, step=self.global_step)
 
     def _sum_over_ranks(self, table: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(table.to(self.device), reduce_op="sum").cpu()

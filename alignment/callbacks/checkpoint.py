@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 
@@ -23,24 +24,38 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         os.replace(partial, target)
 
 
-def checkpoint_callback(folder: Path, *, online: bool, every: int, keep: int) -> ModelCheckpoint:
-    """Saves at rollout boundaries (online) or after optimizer steps (offline): the points a run can go on from exactly."""
-    when: dict[str, Any] = (
-        {"every_n_epochs": every, "save_on_train_epoch_end": True} if online else {"every_n_train_steps": every}
-    )
-    return ModelCheckpoint(
-        folder,
-        filename="{step:08d}",
-        monitor="step" if keep > 0 else None,
-        mode="max",
-        save_top_k=keep,
-        save_last=False,
-        auto_insert_metric_name=False,
-        enable_version_counter=False,
-        **when,
-    )
+class BoundaryCheckpoint(Checkpoint):
+    """Saves where a run can go on from exactly: after a rollout (online) or after an optimizer step (offline).
+
+    Lightning runs checkpoint callbacks after all others, so what they did to the step is in the file.
+    """
+
+    def __init__(self, folder: Path, *, online: bool, every: int, keep: int) -> None:
+        self.folder, self.online, self.every, self.keep = folder, online, every, keep
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        at_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if not self.online and at_step and trainer.global_step % self.every == 0:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.online and (trainer.current_epoch + 1) % self.every == 0:
+            self._save(trainer)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step:08d}.ckpt")
+        if trainer.is_global_zero and self.keep > 0:
+            for old in checkpoints(self.folder)[: -self.keep]:
+                old.unlink()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem))
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run, by its step."""
-    return max(folder.glob("*.ckpt"), key=lambda path: int(path.stem), default=None)
+    """The newest one, or None."""
+    return next(reversed(checkpoints(folder)), None)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from alignment.algorithm.base import AlignmentModule
 from alignment.batch import Example
-from alignment.callbacks.checkpoint import AtomicCheckpointIO, checkpoint_callback
+from alignment.callbacks.checkpoint import AtomicCheckpointIO, BoundaryCheckpoint
 from alignment.callbacks.progress import RunProgress
 from alignment.callbacks.ref_logprob import RefLogprobCallback
 from alignment.callbacks.rollout import RolloutCallback
@@ -66,7 +66,7 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     samples = Samples(folder)
     callbacks = [
         SamplesCallback(samples, num_shown=4 if cfg["trainer"]["enable_progress_bar"] else 0),
-        checkpoint_callback(folder / "checkpoints", online=module.online, **cfg["checkpoint"]),
+        BoundaryCheckpoint(folder / "checkpoints", online=module.online, **cfg["checkpoint"]),
     ]
     if cfg["trainer"]["enable_progress_bar"]:
         callbacks.append(RunProgress(module.total_steps))
