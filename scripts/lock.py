@@ -1,7 +1,7 @@
-#!/usr/bin/env python3
-"""Rewrites the three constraints files from pyproject.toml: `scripts/lock.py [--upgrade]` (needs `pip install uv`).
+"""Rewrites the three constraints files from pyproject.toml: `python scripts/lock.py` (needs `pip install uv`).
 
-Without --upgrade the versions of the present files are kept where pyproject.toml still allows them.
+The versions of the present files are kept where pyproject.toml still allows them, unless --upgrade or
+--upgrade-package NAME (uv's own options) is given.
 
 constraints.txt         the project and its development; torch as a CPU build (or PyPI's for macOS)
 constraints-cuda.txt    PyPI's torch for Linux, which is built for CUDA, and the libraries that only it needs
@@ -40,7 +40,18 @@ HEADER = """\
 
 def uv_compile(*arguments: str) -> None:
     """Resolve for every platform and every Python at once."""
-    command = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--no-header", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "--universal",
+        "--python-version",
+        "3.11",
+        "--no-header",
+        "--quiet",
+    ]
     subprocess.run([*command, *arguments], cwd=ROOT, check=True)
 
 
