@@ -55,7 +55,7 @@ class Batch:
     | finished | (N,) bool | the completion ended by itself, that is with EOS |
     | rewards | (N,) float32 | weighted total; NaN = unscorable |
     | advantages | (N,) or (N, C) float32 | online only |
-    | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | filled by callbacks, 0 outside the mask |
+    | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |
     | step_tokens, step_examples | float | loss tokens and prompts of the whole optimizer step, over all ranks |
     | examples | list of B `Example` | rows the prompts came from |
     | texts | list of N str | decoded completions, online and in evaluation |

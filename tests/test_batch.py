@@ -34,7 +34,8 @@ def test_masks_come_from_lengths_when_pad_equals_eos():
 
 def test_an_empty_completion_keeps_its_row():
     ids, mask = pad([[], []])
-    assert ids.shape == (2, 1) and not mask.any()
+    assert ids.shape == (2, 1)
+    assert not mask.any()
 
 
 def test_unequal_groups_are_refused():
@@ -79,4 +80,5 @@ def test_lightning_leaves_the_batch_alone():
     batch: Batch = collate(pairs())
     batch.advantages = torch.ones(4)
     converted = HalfPrecision("bf16-true").convert_input(batch)
-    assert converted is batch and batch.advantages.dtype == torch.float32
+    assert converted is batch
+    assert batch.advantages.dtype == torch.float32

@@ -87,7 +87,7 @@ class AlignmentModule(L.LightningModule):
         """Whether the training loss reads `batch.ref_logprobs`."""
         return self.reference_need == "required" or (self.reference_need == "beta" and self.beta > 0)
 
-    # ---- log-probs: one function for policy, old and reference passes -------------------------------------------------
+    # ---- log-probs: one function for policy, old and reference passes -----------------------------------------
     def logprobs(self, batch: Batch, **options: Any) -> TokenScores:
         """log p(completion tokens) under the policy, float32 (N, C)."""
         return self._score(self.policy, batch, **options)
@@ -193,7 +193,8 @@ class AlignmentModule(L.LightningModule):
     def _evaluate_samples(self, batch: Batch) -> None:
         """pass@1 (and pass@k), mean reward, length and KL to the reference, of samples of held-out prompts."""
         meter = self.meter
-        assert batch.rewards is not None and batch.finished is not None
+        assert batch.rewards is not None
+        assert batch.finished is not None
         meter.mean("val/reward", batch.rewards)
         for name, values in batch.parts.items():
             meter.mean(f"val/{name}", values)

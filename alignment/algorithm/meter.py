@@ -41,9 +41,13 @@ class Meter:
         names = sorted(self._sums)
         table = torch.tensor([[self._sums[n], self._counts[n]] for n in names], dtype=torch.float64).reshape(-1, 2)
         table = table if reduce is None else reduce(table)
-        rows = dict(zip(names, table.tolist(), strict=True))
-        values = {n: total if n in self._totals else total / (count or float("nan")) for n, (total, count) in rows.items()}
+        values: dict[str, float] = {}
+        for name, (total, count) in zip(names, table.tolist(), strict=True):
+            if name in self._totals:
+                values[name] = total
+            elif count:
+                values[name] = total / count
         self._sums.clear()
         self._counts.clear()
         self._totals.clear()
-        return {n: value for n, value in values.items() if value == value}
+        return values

@@ -140,7 +140,8 @@ def count_step_tokens(trainer: L.Trainer, microbatches: list[Batch]) -> None:
 
 def log_rollout(meter, phase: str, batch: Batch) -> None:
     """Reward, its spread and parts, lengths and the share that ended by itself, as sums and counts."""
-    assert batch.rewards is not None and batch.finished is not None
+    assert batch.rewards is not None
+    assert batch.finished is not None
     meter.mean(f"{phase}/reward", batch.rewards)
     for name, values in batch.parts.items():
         meter.mean(f"{phase}/{name}", values)

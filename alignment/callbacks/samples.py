@@ -18,7 +18,8 @@ class SamplesCallback(L.Callback):
     ) -> None:
         first_pass = batch_idx < len(trainer.datamodule.rollouts) if module.online else False
         if first_pass and trainer.is_global_zero:
-            self.samples.append(records(batch, phase="rollout", step=(trainer.current_epoch + 1) * module.steps_per_rollout))
+            step = (trainer.current_epoch + 1) * module.steps_per_rollout
+            self.samples.append(records(batch, phase="rollout", step=step))
 
     def on_validation_batch_end(
         self,

@@ -52,7 +52,8 @@ def test_a_step_holds_the_same_rows_whatever_the_microbatch(microbatch_size: int
 def test_ranks_share_a_step_without_overlap():
     whole = set(ids(steps(), range(4)))
     ranks = [set(ids(steps(rank=rank, world_size=2), range(2))) for rank in (0, 1)]
-    assert ranks[0] | ranks[1] == whole and not ranks[0] & ranks[1]
+    assert ranks[0] | ranks[1] == whole
+    assert not ranks[0] & ranks[1]
 
 
 def test_every_microbatch_knows_the_tokens_of_its_whole_step():
@@ -71,9 +72,7 @@ def test_the_sampler_goes_on_at_the_trainers_step():
 
 
 def online(rank: int = 0, world_size: int = 1) -> OnlineData:
-    data = OnlineData(
-        rows(10), [], num_prompts=4, num_microbatches=2, num_iterations=2, eval_batch_size=8, seed=0
-    )
+    data = OnlineData(rows(10), [], num_prompts=4, num_microbatches=2, num_iterations=2, eval_batch_size=8, seed=0)
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
     return data
 

@@ -65,8 +65,10 @@ def test_a_damaged_shard_is_dropped_and_the_others_are_kept(tmp_path, damage, ca
         content[-1] ^= 1
     victim.write_bytes(b"" if damage == "empty" else bytes(content) if damage == "flip" else bytes(content[:-8]))
     found = store.read([example_key(example(1)), example_key(example(2))])
-    assert len(found) == 1 and all(value.tolist() == [1, 1] for value in found.values())
-    assert "damaged" in caplog.text and not victim.exists()
+    assert len(found) == 1
+    assert all(value.tolist() == [1, 1] for value in found.values())
+    assert "damaged" in caplog.text
+    assert not victim.exists()
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, monkeypatch, caplog):
@@ -78,7 +80,8 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", full)
     store.write({example_key(example(1)): torch.ones(2)})
     assert "No space left" in caplog.text
-    assert not list(store.folder.glob("*.shard")) and not list(store.folder.glob("*.partial"))
+    assert not list(store.folder.glob("*.shard"))
+    assert not list(store.folder.glob("*.partial"))
 
 
 def test_two_writers_at_once_lose_nothing(tmp_path):
