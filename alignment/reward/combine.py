@@ -1,0 +1,114 @@
+"""Several rewards as one: their weighted sum, with what a reward returns checked."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError
+
+Scored = list[float | None]
+Reward = Callable[[list[str], list[dict]], Sequence[float | None]]
+
+
+class RewardError(UserError, ValueError):
+    """A reward raised, or did not return one finite number or None for each completion. Names the reward."""
+
+
+@dataclass
+class Scores:
+    """Scores of N completions. total: weighted sum, None = unscorable. parts: each reward's own, unweighted."""
+
+    total: Scored
+    parts: dict[str, Scored]
+
+
+class RewardSet:
+    """Calls every reward on the same completions and adds up.
+
+    A part that is None is left out of that completion's sum: the others keep their weights, which are not rescaled. The
+    total is None only where every part with a weight is None; a reward of weight 0 is measured and decides nothing.
+
+    rewards: name -> (callable, weight). With no rewards every total is None.
+    """
+
+    def __init__(self, rewards: Mapping[str, tuple[Reward, float]]) -> None:
+        self.rewards = {name: reward for name, (reward, _) in rewards.items()}
+        self.weights = {name: float(weight) for name, (_, weight) in rewards.items()}
+        for name, weight in self.weights.items():
+            if not math.isfinite(weight):
+                raise UserError(f"reward.{name}.weight: {weight} is not a finite number")
+        if rewards and not any(self.weights.values()):
+            raise UserError(f"every reward has weight 0: type reward.{next(iter(rewards))}.weight=1.0")
+
+    def __call__(self, completions: list[str], rows: list[dict]) -> Scores:
+        """Score completions; rows[i] is the dataset row that completion i answers. Raises RewardError."""
+        if len(completions) != len(rows):
+            raise ValueError(f"{len(completions)} completions need as many rows, got {len(rows)}")
+        parts = {name: self._part(name, completions, rows) for name in self.rewards}
+        return Scores([self._total({name: parts[name][i] for name in parts}) for i in range(len(rows))], parts)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Completions lost to time-outs and errors since the start: {"function/timeouts": 2, ...}."""
+        return {
+            f"{name}/{kind}": count
+            for name, reward in self.rewards.items()
+            for kind, count in getattr(reward, "counters", {}).items()
+        }
+
+    def close(self) -> None:
+        """End the processes that rewards have started."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "close"):
+                reward.close()  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _part(self, name: str, completions: list[str], rows: list[dict]) -> Scored:
+        if not completions:
+            return []
+        where = describe(name, self.rewards[name])
+        try:
+            scores = self.rewards[name](list(completions), list(rows))
+        except UserError as error:
+            raise RewardError(f"{where}: {error}") from error
+        except Exception as error:  # foreign code: whatever it raises is reported as its own
+            raise RewardError(f"{where} raised {type(error).__name__}{_place(error)}: {error}") from error
+        return checked(where, scores, len(completions))
+
+    def _total(self, parts: Mapping[str, float | None]) -> float | None:
+        terms = [self.weights[name] * part for name, part in parts.items() if part is not None and self.weights[name]]
+        return math.fsum(terms) if terms else None
+
+
+def describe(name: str, reward: Any) -> str:
+    """How messages call a reward: its key in the config, and what it is."""
+    what = getattr(reward, "name", None) or getattr(reward, "__qualname__", None) or type(reward).__qualname__
+    return f"reward '{name}' ({what})"
+
+
+def checked(where: str, scores: Any, count: int) -> Scored:
+    """`count` finite floats or None, from what a reward returned: a list, a tuple, an array or a tensor."""
+    if hasattr(scores, "tolist"):
+        scores = scores.tolist()
+    if not isinstance(scores, (list, tuple)):
+        raise RewardError(f"{where} must return a list of {count} numbers or None, got {scores!r:.200}")
+    if len(scores) != count:
+        raise RewardError(f"{where} returned {len(scores)} scores for {count} completions: return one for each")
+    for i, score in enumerate(scores):
+        if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+            raise RewardError(
+                f"{where} returned {score!r:.200} for completion {i}: return a finite number, or None for a completion "
+                "that cannot be scored"
+            )
+    return [None if score is None else float(score) for score in scores]
+
+
+def _place(error: Exception) -> str:
+    """Where in the foreign code it was raised; an error that comes from a worker brings its own traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
