@@ -23,7 +23,7 @@ ROWS: dict[str, set[str]] = {
     "batch": {"torch"},
     "losses": {"torch"},
     "model": {"torch", "transformers", "peft", "bitsandbytes", "safetensors", "filelock"},
-    "ref_strategy": {"torch", "safetensors", "filelock"},
+    "ref_strategy": {"torch", "transformers", "safetensors", "filelock"},
     "reward": {"torch", "transformers", "math_verify", "reasoning_gym"},
     "rollout": {"torch", "transformers"},
     "data": {"torch", "datasets", "lightning", "reasoning_gym"},
@@ -35,7 +35,7 @@ ROWS: dict[str, set[str]] = {
     "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"},
 }
 # Files beside the packages that belong to a row of another name: what composes, checks and starts runs.
-ROW_OF = dict.fromkeys(("help", "jobs", "rules", "signatures", "validate"), "config")
+ROW_OF: dict[str, str] = dict.fromkeys(("help", "jobs", "rules", "signatures", "validate"), "config")
 # It answers before anything heavy is imported, so it stands apart from the rows before it.
 ALONE = {"config": {"errors", "config"}}
 
