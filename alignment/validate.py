@@ -74,7 +74,7 @@ def _schema_problems(cfg: dict[str, Any]) -> Iterator[str]:
     groups = manual.groups(CONF)
     for name in cfg:
         if name not in schema() and name not in groups:
-            yield signatures.unknown(name, [*schema(), *groups], "there is no such key")
+            yield signatures.unknown(name, [*schema(), *groups], "there is no such key", cfg[name])
     for group, chosen in groups.items():
         if chosen and group not in cfg and group not in MAY_BE_EMPTY:
             yield f"{group}: nothing is chosen: type {group}={chosen[0]}"
@@ -89,7 +89,7 @@ def _section_problems(name: str, section: Any, defaults: dict[str, Any]) -> Iter
     section = section if isinstance(section, dict) else {}
     for key in section:
         if key not in defaults:
-            yield signatures.unknown(f"{name}.{key}", defaults, "there is no such key")
+            yield signatures.unknown(f"{name}.{key}", defaults, "there is no such key", section[key])
     for key, default in defaults.items():
         yield from _compare(f"{name}.{key}", section, key, default)
 

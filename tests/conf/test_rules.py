@@ -12,7 +12,7 @@ import pytest
 
 from alignment import rules, signatures
 
-CLASSES = '''
+CLASSES = """
 class Online:
     online = True
     data_form = "prompts"
@@ -46,7 +46,7 @@ class File:
     @staticmethod
     def problems(form, *, path):
         yield f"data.path: {path} has no {form}: type data.path=<a file>"
-'''
+"""
 
 ONLINE: dict[str, Any] = {
     "_target_": "toyrules.Online",
@@ -134,7 +134,11 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: reference("Moving", algorithm={"_target_": "toyrules.Free"}), "ref_strategy", "ref_strategy=none"),
     ],
     "adapter_for_reference": [
-        (lambda: reference("Adapter", model__adapter="none"), "ref_strategy", "model.adapter=lora or ref_strategy=frozen"),
+        (
+            lambda: reference("Adapter", model__adapter="none"),
+            "ref_strategy",
+            "model.adapter=lora or ref_strategy=frozen",
+        ),
         (
             lambda: reference("Adapter", model__adapter="none", algorithm={"_target_": "toyrules.Free"}),
             "ref_strategy",
@@ -220,8 +224,10 @@ def test_a_rule_refuses(name: str, make: Callable[[], dict[str, Any]], key: str,
         lambda: config(algorithm__microbatch_size=4),
         lambda: config(algorithm__num_minibatches=2, trainer__devices=2, algorithm__microbatch_size=8),
         lambda: config(algorithm=OFFLINE, trainer__devices=2, trainer__num_nodes=2),
-        lambda: {},
-        lambda: config(algorithm__group_size="eight", algorithm__lr="x", trainer__devices=True, seed=None) | {"data": 3},
+        dict,
+        lambda: (
+            config(algorithm__group_size="eight", algorithm__lr="x", trainer__devices=True, seed=None) | {"data": 3}
+        ),
     ],
 )
 def test_what_works_is_let_through(cfg: Callable[[], dict[str, Any]]) -> None:
@@ -238,7 +244,12 @@ def test_following_the_advice_ends_in_a_rollout_that_divides(
 ) -> None:
     """Type what the message says until it is silent: at most once per key, and then the arithmetic holds."""
     cfg = config(trainer__devices=devices)
-    cfg["algorithm"] |= {"num_prompts": 7, "group_size": group, "num_minibatches": minibatches, "microbatch_size": micro}
+    cfg["algorithm"] |= {
+        "num_prompts": 7,
+        "group_size": group,
+        "num_minibatches": minibatches,
+        "microbatch_size": micro,
+    }
     for _ in range(4):
         messages = list(rules.rollout_divides(cfg))
         if not messages:

@@ -11,7 +11,7 @@ import pytest
 
 from alignment import signatures
 
-BASE = '''
+BASE = """
 from typing import ClassVar, Literal
 from dataclasses import dataclass, field
 from torch import nn
@@ -46,9 +46,9 @@ class Bare(nn.Module):
 
 
 def function(cfg: dict, *, size: int = 1, **rest): ...
-'''
+"""
 
-CHILD = '''
+CHILD = """
 from typing import Any
 from toyproject.base import Alias, Base, Bare as Renamed
 from . import base
@@ -71,7 +71,7 @@ class Unrelated(Renamed): ...
 
 class Open(base.Base):
     def __init__(self, *, only: "int | None", **rest: Any) -> None: ...
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,8 @@ def test_keywords_are_merged_with_those_of_the_bases() -> None:
 def test_what_a_class_gives_to_its_base_is_not_a_key() -> None:
     """Grandchild sets `steps` itself and takes `lr` under its own default."""
     found = signatures.signature("toyproject.child.Grandchild")
-    assert found is not None and not found.is_open
+    assert found is not None
+    assert not found.is_open
     assert set(found.parameters) == {"lr", "alias", "beta", "source", "callbacks", "schedule"}
     assert found.parameters["lr"].default is not None
 
@@ -116,7 +117,9 @@ def test_dataclasses_have_their_fields() -> None:
 
 def test_a_function_with_keywords_is_open() -> None:
     found = signatures.signature("toyproject.base.function")
-    assert found is not None and found.is_open and set(found.parameters) == {"cfg", "size"}
+    assert found is not None
+    assert found.is_open
+    assert set(found.parameters) == {"cfg", "size"}
 
 
 @pytest.mark.parametrize("target", ["toyproject.base.Nothing", "toyproject.nothing.X", "nosuchpackage.X", "toyproject"])
