@@ -71,13 +71,15 @@ def run_apart(cfg: dict[str, Any]) -> Any:
 
 
 def run_saved(cfg: dict[str, Any]) -> Any:
-    """The other side of both: a config that is already resolved and checked. Rank 0 leaves its result in the folder."""
+    """The other side of both: a config that is already resolved and checked.
+
+    Rank 0 leaves its result in the folder; the rank that failed first leaves the reason, since rank 0 will be killed.
+    """
     folder = Path(cfg["output_dir"])
     try:
         objective = run_here(cfg)
     except Exception as error:
-        if is_first_process():
-            record_failure(folder, error)
+        record_failure(folder, error)
         raise
     if is_first_process():
         (folder / "objective.json").write_text(json.dumps(objective, default=str), encoding="utf-8")

@@ -149,4 +149,5 @@ def test_two_ranks_in_a_sweep_train_each_job_once(
         assert len(set(pids.values())) == 2
     assert "rank 1 is unlucky" in done.stderr
     assert "1 of 3 jobs failed" in done.stderr
+    assert "  1: ValueError: rank 1 is unlucky" in done.stderr
     assert [folder.name for folder in folders if (folder / "objective.json").exists()] == ["0", "2"]
