@@ -1,7 +1,7 @@
 """What a policy with a LoRA adapter can do besides training: switch it off, carry a second one, be merged, be compact.
 
-Nothing here touches the base weights or any `requires_grad` flag, so all of it may run between two training steps, under
-any optimizer and any wrapper.
+Contexts and merging touch neither the base weights nor any `requires_grad` flag, so they may run between two training
+steps, under any optimizer and any wrapper.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -28,14 +29,15 @@ CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 ADAPTER_PARTS = (".lora_", ".modules_to_save.", ".trainable_tokens_")
 
 
-# ---- which adapter is on ----------------------------------------------------------------------------------------------
+# ---- which adapter is on --------------------------------------------------------------------------------------------
 @contextmanager
 def adapter_off(policy: nn.Module) -> Iterator[nn.Module]:
     """The policy without its adapter, for as long as the context lasts.
 
     Every layer's former state comes back whatever happens inside, also an exception or another of these contexts.
-    PEFT's own `disable_adapter` switches requires_grad off and on again as well; this one leaves it alone, so gradients,
-    hooks and sharded parameters do not notice. Raises UserError where there is no adapter, or it is merged into the base.
+    PEFT's own `disable_adapter` switches requires_grad off and on again as well; this one leaves it alone, so
+    gradients, hooks and sharded parameters do not notice. Raises UserError where there is no adapter, or where it is
+    merged into the base.
     """
     with _restored(policy) as layers:
         for layer in layers:
@@ -78,9 +80,9 @@ def _peft(policy: nn.Module) -> PeftModel:
     return policy
 
 
-# ---- adapters as references -------------------------------------------------------------------------------------------
+# ---- adapters as references -----------------------------------------------------------------------------------------
 def reference_problems(lora: Mapping[str, Any]) -> list[str]:
-    """Why, with these `peft.LoraConfig` settings, the policy without its adapter is not the model training started from."""
+    """Why, with these `peft.LoraConfig` settings, the policy without its adapter is not what training started from."""
     problems = []
     init, bias = str(lora.get("init_lora_weights", True)).lower(), lora.get("bias") or "none"
     if init.startswith(CHANGE_BASE):
@@ -116,14 +118,14 @@ def adapter_parameters(policy: nn.Module, name: str = POLICY) -> dict[str, nn.Pa
 def add_reference_adapter(policy: nn.Module) -> None:
     """Copy the policy's adapter, as it is now, to a second, frozen one called "reference" (see `use_adapter`).
 
-    The base is shared and untouched, the policy's adapter stays active and trainable, and no random number of the run is
-    used up. The copy has no dropout.
+    The base is shared and untouched, the policy's adapter stays active and trainable, and no random number of the run
+    is used up. The copy has no dropout.
     """
     model = _peft(policy)
     config: Any = copy.deepcopy(model.peft_config[POLICY])
     config.lora_dropout = 0.0
     if str(config.init_lora_weights).lower().startswith(CHANGE_BASE):
-        config.init_lora_weights = True  # theirs would change the base a second time; the values are copied below anyway
+        config.init_lora_weights = True  # theirs would change the base once more; the values are copied below anyway
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng(devices=[]):
         model.add_adapter(REFERENCE, config)
@@ -140,7 +142,7 @@ def trainable_state(policy: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in policy.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
-# ---- merged and compact weights ---------------------------------------------------------------------------------------
+# ---- merged and compact weights -------------------------------------------------------------------------------------
 @torch.no_grad()
 def merged_weights(policy: nn.Module, *, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the equivalent plain model, under the names its own class has; the policy is not touched.
@@ -164,8 +166,9 @@ def _merged(module: nn.Module, prefix: str, changed_only: bool) -> Iterator[tupl
     elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         raise UserError(f"{prefix[:-1]}: a {type(module).__name__} cannot be merged: type model.lora without it")
     else:
-        buffers = ((n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set)
-        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+        buffers = module.named_buffers(recurse=False)
+        saved = ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
+        for name, tensor in (*module.named_parameters(recurse=False), *saved):
             if tensor.requires_grad or not changed_only:
                 yield f"{prefix}{name}", tensor.detach()
         for name, child in module.named_children():
@@ -174,7 +177,7 @@ def _merged(module: nn.Module, prefix: str, changed_only: bool) -> Iterator[tupl
 
 def _merged_layer(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     base = layer.get_base_layer()
-    if not isinstance(getattr(base, "weight", None), Tensor) or not hasattr(layer, "get_base_weight"):
+    if isinstance(layer, ParamWrapper) or not isinstance(getattr(base, "weight", None), Tensor):
         raise UserError(f"{prefix[:-1]}: a LoRA on a {type(base).__name__} cannot be merged")
     weight, bias = layer.get_base_weight().float(), getattr(base, "bias", None)
     for name in () if layer.disable_adapters or layer.merged else layer.active_adapters:
@@ -196,8 +199,9 @@ def compact_frozen_linears(model: nn.Module, dtype: torch.dtype) -> int:
     """Store frozen Linear weights in `dtype`, in place; returns how many.
 
     Autocast to `dtype` rounds them at every product anyway, so under it all numbers stay bit for bit the same, at half
-    the memory and without a cast per forward. Left alone is whatever is read in another way: embeddings, norms, the head
-    and anything tied to them, adapters, and DoRA's layers, whose norm is taken from the float32 weight.
+    the memory and without a cast per forward. Left alone is whatever is read in another way: embeddings, norms, the
+    head and anything tied to them, adapters, and DoRA's layers, whose norm is taken from the float32 weight. Outside
+    autocast such a model cannot run.
     """
     used = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     skipped = _read_otherwise(model)

@@ -31,7 +31,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         lock = FileLock(f"{folder}.lock")
         lock.acquire()
     except OSError as error:
-        raise UserError(f"cannot write {folder.parent} ({error}): set ALIGNMENT_CACHE to a folder you can write") from error
+        raise UserError(
+            f"cannot write {folder.parent} ({error}): set ALIGNMENT_CACHE to a folder you can write"
+        ) from error
     try:
         if not folder.is_dir():
             _build(folder, build)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,13 +40,13 @@ NEED_DATA = ("eva", "corda", "lora_ga", "loftq")
 class HFModel:
     """Settings of a model, and the models built from them on demand. Making one of these loads nothing.
 
-    path: folder, or name on the Hugging Face hub. `revision` (branch, tag or commit) and `trust_remote_code` are for hubs.
+    path: folder, or name on the Hugging Face hub, which `revision` and `trust_remote_code` are for.
     dtype: storage of the weights; "auto" = as in the checkpoint. What an adapter trains is always float32.
-    frozen_dtype: storage of frozen Linear weights, see `compact_frozen_linears`; "auto" = what `compact_for` finds exact.
+    frozen_dtype: storage of frozen Linear weights, see `compact_frozen_linears`; "auto": what `compact_for` finds.
     adapter: "lora" trains an adapter, "none" all weights. `lora`: keyword arguments of peft.LoraConfig.
     adapter_path: an adapter to go on from; it brings its own settings, of `lora` only the dropout is kept.
-    dropout: every dropout of the model's config; 0 because the first ratio of an RL step must be 1 and the first DPO loss
-        ln 2 (the adapter's own is lora.lora_dropout).
+    dropout: every dropout of the model's config; 0, since the first ratio of an RL step must be 1 and the first DPO
+        loss ln 2 (the adapter's own is lora.lora_dropout).
     chat_template: a file, or the Jinja text itself; None = the tokenizer's own.
     shared_prompt, head_chunk_tokens: read by whoever computes log-probs, see `completion_logprobs`.
     """
@@ -71,20 +73,21 @@ class HFModel:
     def __post_init__(self) -> None:
         self.lora = _plain(self.lora)
         if self.adapter not in ("lora", "none"):
-            raise UserError(f"model.adapter: {self.adapter!r} is not known: type model.adapter=lora or model.adapter=none")
+            raise UserError(
+                f"model.adapter: {self.adapter!r} is unknown: type model.adapter=lora or model.adapter=none"
+            )
         if self.adapter_path is not None and self.adapter == "none":
             raise UserError("model.adapter_path: needs an adapter: type model.adapter=lora, or model.adapter_path=null")
-        unknown = set(self.lora) - {f.name for f in dataclasses.fields(LoraConfig)}
-        if unknown:
-            raise UserError(f"model.lora.{min(unknown)}: peft.LoraConfig has no such setting: type ~model.lora.{min(unknown)}")
-        init = str(self.lora.get("init_lora_weights", True)).lower()
-        if init.startswith((*NEED_DATA, "pissa_niter")):
-            why = "its random start cannot be repeated on loading" if "niter" in init else "it has to see data or a GPU first"
-            instead = "pissa" if "niter" in init else "true"
-            raise UserError(f"model.lora.init_lora_weights: {init}: {why}: type model.lora.init_lora_weights={instead}")
+        for name in sorted(self.lora.keys() - {f.name for f in dataclasses.fields(LoraConfig)}):
+            raise UserError(f"model.lora.{name}: peft.LoraConfig has no such setting: type ~model.lora.{name}")
+        key, init = "model.lora.init_lora_weights", str(self.lora.get("init_lora_weights", True)).lower()
+        if init.startswith(NEED_DATA):
+            raise UserError(f"{key}: {init}: it has to see data or a GPU first: type {key}=true")
+        if init.startswith("pissa_niter"):
+            raise UserError(f"{key}: {init}: its random start cannot be repeated on loading: type {key}=pissa")
         self._compact_dtype = None if self.frozen_dtype in ("auto", None) else self.frozen_dtype
 
-    # ---- where it is --------------------------------------------------------------------------------------------------
+    # ---- where it is ------------------------------------------------------------------------------------------------
     @property
     def folder(self) -> str:
         """Absolute folder, or the hub name. Raises UserError where `path` is neither."""
@@ -103,13 +106,13 @@ class HFModel:
         try:
             return load(folder, revision=self.revision, trust_remote_code=self.trust_remote_code, **options)
         except OSError as error:
-            where = "it has not all the files" if Path(folder).is_dir() else "no such folder, and the hub does not give it"
+            why = "not all files are there" if Path(folder).is_dir() else "no such folder, and the hub does not give it"
             raise UserError(
-                f"model.path: {folder} cannot be loaded ({where}): type model.path=<folder or hub name>, or model=smollm2, "
-                f"which needs no hub. {type(error).__name__}: {str(error).strip()}"
+                f"model.path: {folder} cannot be loaded ({why}): type model.path=<folder or hub name>, or "
+                f"model=smollm2, which needs no hub. {type(error).__name__}: {str(error).strip()}"
             ) from error
 
-    # ---- tokens -------------------------------------------------------------------------------------------------------
+    # ---- tokens -----------------------------------------------------------------------------------------------------
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer. Without a pad token it pads with EOS: no new token, and masks never look at it."""
@@ -126,11 +129,9 @@ class HFModel:
     def stop_ids(self) -> set[int]:
         """Every token id that ends a completion: the tokenizer's EOS and all that config and generation config list."""
         config = self._fetch(AutoConfig.from_pretrained)
-        sources = [self.tokenizer, config, config.get_text_config()]
-        try:
-            sources.append(GenerationConfig.from_pretrained(self.folder, revision=self.revision))
-        except OSError:  # many folders have none
-            pass
+        sources: list[Any] = [self.tokenizer, config, config.get_text_config()]
+        with suppress(OSError):  # many folders have none
+            sources.append(GenerationConfig.from_pretrained(self.folder, revision=self.revision or "main"))
         found: set[int] = set()
         for source in sources:
             ids = getattr(source, "eos_token_id", None)
@@ -139,7 +140,7 @@ class HFModel:
             raise UserError(f"model.path: neither tokenizer nor config of {self.folder} names an EOS token")
         return found
 
-    # ---- models -------------------------------------------------------------------------------------------------------
+    # ---- models -----------------------------------------------------------------------------------------------------
     def compact_for(self, precision: str) -> None:
         """Tell which Lightning precision the models will run under, before they are built.
 
@@ -155,13 +156,13 @@ class HFModel:
             )
 
     def policy(self, quantization_config: Any = None) -> nn.Module:
-        """A model to train, in train mode: a PeftModel whose adapter alone is trainable, or a model that is all trainable.
+        """A model to train, in train mode: a PeftModel whose adapter alone trains, or a model that trains as a whole.
 
         Fresh adapters are drawn from torch's global generator: seed it first. Base weights stored in 4 or 8 bit need a
         transformers `quantization_config`, and an adapter.
         """
         if quantization_config is not None and self.adapter == "none":
-            raise UserError("model.adapter: weights in 4 or 8 bit cannot be trained themselves: type model.adapter=lora")
+            raise UserError("model.adapter: 4 or 8 bit weights cannot be trained themselves: type model.adapter=lora")
         model: nn.Module = self._load(quantization_config)
         if self.gradient_checkpointing:
             # Not re-entrant: that variant drops gradients where no input of a block needs one, as under a frozen base.
@@ -175,7 +176,10 @@ class HFModel:
         return model.train()
 
     def frozen(self, quantization_config: Any = None) -> nn.Module:
-        """An independent copy of what training starts from (with the adapter at `adapter_path`), frozen, in eval mode."""
+        """An independent frozen copy, in eval mode, of what training starts from: base and adapter at `adapter_path`.
+
+        It needs no gradient, so a `quantization_config` works without an adapter too.
+        """
         model: nn.Module = self._load(quantization_config)
         if self.adapter_path:
             model = self._existing_adapter(model, trainable=False)
@@ -186,7 +190,7 @@ class HFModel:
     def _load(self, quantization_config: Any) -> PreTrainedModel:
         config = self._fetch(AutoConfig.from_pretrained)
         _set_dropout(config, self.dropout)
-        options: dict[str, Any] = {"config": config, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        options = {"config": config, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
         model = self._fetch(AutoModelForCausalLM.from_pretrained, **options)
@@ -199,11 +203,15 @@ class HFModel:
         return model
 
     def _fresh_adapter(self, model: Any) -> nn.Module:
-        settings = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **self.lora}
+        settings = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **copy.deepcopy(self.lora)}
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft asks by the old name
+            with _peft_warnings():
                 return get_peft_model(model, LoraConfig(**settings, revision=self.revision))
+        except UserWarning as error:
+            raise UserError(
+                "model.lora: embeddings and head are one tensor in this model and only one of them would be trained: "
+                "type +model.lora.ensure_weight_tying=true"
+            ) from error
         except ValueError as error:  # for example target_modules that are not in the model
             raise UserError(f"model.lora: {error}: type model.lora.<setting>=<value>") from error
 
@@ -214,14 +222,12 @@ class HFModel:
             config: Any = PeftConfig.from_pretrained(path)
             config.lora_dropout = self.lora.get("lora_dropout", 0.0)
             config.base_model_name_or_path, config.revision = self.folder, self.revision
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*missing adapter keys.*")
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+            with _peft_warnings():
                 # Loaded on the CPU like the base: by default every process of a GPU machine would load onto GPU 0.
                 return PeftModel.from_pretrained(model, path, is_trainable=trainable, config=config, torch_device="cpu")
         except (OSError, ValueError, RuntimeError, Warning) as error:
             raise UserError(
-                f"model.adapter_path: {self.adapter_path} is no LoRA adapter of {self.folder}: type "
+                f"model.adapter_path: {self.adapter_path} cannot be used with {self.folder}: type "
                 f"model.adapter_path=<folder with adapter_config.json>. {type(error).__name__}: {error}"
             ) from error
 
@@ -229,7 +235,7 @@ class HFModel:
         if self._compact_dtype is not None:
             compact_frozen_linears(model, getattr(torch, self._compact_dtype))
 
-    # ---- saving -------------------------------------------------------------------------------------------------------
+    # ---- saving -----------------------------------------------------------------------------------------------------
     def save(self, policy: nn.Module, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write a folder that transformers, peft and vLLM load as it is: the model, or the adapter; and the tokenizer.
 
@@ -270,7 +276,9 @@ def check_written(folder: Path, expected: Mapping[str, Tensor]) -> None:
                 _require(live.shape == stored.shape, folder, name, "has another shape")
                 _require(torch.equal(live.detach().cpu(), stored), folder, name, "differs from the live one")
                 written.add(live.data_ptr())
-    untied = {name: tensor for name, tensor in missing.items() if tensor.numel() == 0 or tensor.data_ptr() not in written}
+    untied = {
+        name: tensor for name, tensor in missing.items() if not tensor.numel() or tensor.data_ptr() not in written
+    }
     # Some classes (mixtures of experts) write under other names than their own: then at least nothing may be lost.
     if untied and sum(tensor.numel() for tensor in untied.values()) != unknown:
         _require(False, folder, min(untied), "is missing")
@@ -279,8 +287,8 @@ def check_written(folder: Path, expected: Mapping[str, Tensor]) -> None:
 def _require(holds: bool, folder: Path, name: str, what: str) -> None:
     if not holds:
         raise UserError(
-            f"{folder}: tensor {name} {what} after saving: the folder is not usable. Under a sharded strategy the weights "
-            "must be gathered first; if they were, the disk is at fault: save again from the last checkpoint"
+            f"{folder}: tensor {name} {what} after saving: the folder is not usable. Under a sharded strategy the "
+            "weights must be gathered first; if they were, the disk is at fault: save again from the last checkpoint"
         )
 
 
@@ -289,10 +297,21 @@ def _check_covered(trained: Mapping[str, Tensor], written: Mapping[str, Tensor])
     places = {tensor.data_ptr() for tensor in written.values()}
     lost = sorted(name for name, tensor in trained.items() if tensor.data_ptr() not in places)
     if lost:
-        raise UserError(f"{len(lost)} trained weights do not belong to the adapter and would not be saved ({lost[0]}, ...)")
+        raise UserError(f"{len(lost)} trained weights are not of the adapter and would not be saved ({lost[0]}, ...)")
     empty = sorted(name for name, tensor in written.items() if tensor.numel() == 0)
     if empty:
         raise UserError(f"tensor {empty[0]} is empty: gather the shards before saving")
+
+
+@contextmanager
+def _peft_warnings() -> Iterator[None]:
+    """What peft only warns of and what would be wrong here, as errors; and its use of an old name, silent."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        # Half of a tied pair trained: the merged model, which samples, would be another one.
+        warnings.filterwarnings("error", message=".*ensure_weight_tying.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        yield
 
 
 def _checked(folder: Path) -> str:

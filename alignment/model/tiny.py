@@ -1,4 +1,4 @@
-"""A Llama of a hundred thousand weights, drawn on the spot: for tests, for trying things out, for machines with nothing."""
+"""A Llama of a hundred thousand weights, drawn on the spot: for tests and for trying things out."""
 
 from __future__ import annotations
 
