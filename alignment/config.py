@@ -37,14 +37,14 @@ from omegaconf.errors import OmegaConfBaseException
 from alignment import help as manual
 from alignment import jobs, rules, signatures
 from alignment.errors import ConfigError, Interrupted, UserError
-from alignment.validate import CONF, MAY_BE_EMPTY, SECTIONS, check_external, validate
+from alignment.validate import CONF, MAY_BE_EMPTY, SECTIONS, SEVERAL, check_external, validate
 
 __all__ = ["build", "check_external", "how_to_resume", "launch", "parse", "preflight", "run_saved", "show", "show_help"]
 
 VERSION_BASE = "1.3"
 # Seconds that checking the jobs of a sweep may take; the others are checked as each starts.
 SWEEP_BUDGET = 20.0
-ERRORS = (HydraException, OmegaConfBaseException)
+ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
 
 # ---- for everybody -------------------------------------------------------------------------------------------------
@@ -128,8 +128,9 @@ def parse(argv: Sequence[str]) -> Command:
         key, _, value = line.partition("=")
         if key.lstrip("+") == "resume" and value not in ("", "null"):
             with contextlib.suppress(HydraException):
-                value = OverridesParser.create().parse_override(line).value()
-            command.resume = Path(str(value)).absolute()
+                said = OverridesParser.create().parse_override(line).value()
+                value = said if isinstance(said, str) else value
+            command.resume = Path(value).absolute()
     return command
 
 
@@ -239,8 +240,12 @@ class Composer:
         """Parse each line by itself; several values in one line are a problem unless this is a sweep."""
         parser, good, problems = OverridesParser.create(config_loader=self.loader), [], []
         for line in lines:
+            key, equals, _ = line.partition("=")
+            if (equals or line.startswith("~")) and not re.fullmatch(r"(\+\+?|~)?\w[\w-]*([./@]\w[\w-]*)*", key):
+                problems.append(f"{line}: {key!r} is no key: type a name from --cfg job, such as optimizer.betas.0=0.9")
+                continue
             try:
-                override = parser.parse_override(line)
+                (override,) = parser.parse_overrides([line])
             except HydraException:
                 problems.append(self._unreadable(line))
                 continue
@@ -268,8 +273,18 @@ class Composer:
             why = "resume= goes on with the saved composition, in which nothing can be chosen anew"
             return f"{group}: {why}: type a key of it, such as algorithm.lr=1e-5, or start a new run without resume="
         options = self._options(group)
+        none = f"{group}=[]" if group in SEVERAL else f"~{group}" if group in MAY_BE_EMPTY else f"{group}=<option>"
+        if override.package is not None:
+            return f"{group}: a run has one place for it, which {override.package!r} is not: type {group}={value}"
+        if override.is_delete():
+            return f"{group}: is emptied in another way: type {none}" if group in SEVERAL else None
+        if value is None:
+            return f"{group}: null is no option (there are: {', '.join(options)}): type {none}"
+        if isinstance(value, list) and len(value) > 1 and group not in SEVERAL:
+            names = ",".join(map(str, value))
+            return f"{group}: takes one option: type {group}={value[0]}, or -m {group}={names} for a job with each"
         for name in value if isinstance(value, list) else [value]:
-            if name is not None and str(name) not in options:
+            if str(name) not in options:
                 near = difflib.get_close_matches(str(name), options, 1) or ["<option>"]
                 return f"{group}: there is no option {name} (there are: {', '.join(options)}): type {group}={near[0]}"
         return None
@@ -283,6 +298,8 @@ class Composer:
             return f"{key}: is in the config already: type {key}={value} (without +)"
         if not (known or override.is_add() or override.is_force_add()):
             return self._no_such_key(key, parent, names, value)
+        if known and signatures.is_number_as_text(override.value()) and signatures.is_number(_value(cfg, key)):
+            return signatures.wrong_type(key, override.value(), ["a number"])
         try:
             ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
         except ERRORS as error:
@@ -336,30 +353,46 @@ class Composer:
         cfg, whole, problems = self.settle(lines)
         if cfg is None or whole is None:
             return Job(Path(), problems)
-        folder = _place(whole, number)
+        try:
+            folder = _place(whole, number)
+        except ERRORS as error:
+            return Job(Path(), [*problems, f"output_dir: {_in_one_line(error)}: type output_dir=<folder>"])
         plain, more = resolve(cfg)
         return Job(folder, [*problems, *more, *validate(plain), *_folder_problems(folder, self.command)])
 
     def sweep(self) -> tuple[list[list[str]], Path, list[str]]:
         """The overrides of every job as Hydra's sweeper will expand them, and the sweep's folder."""
-        machinery = [line for line in self.command.lines if line.startswith("hydra")]
-        master, problems = self._compose_what_works(machinery)
+        machinery, problems = self.read([line for line in self.command.lines if line.startswith("hydra")])
+        master, more = self._compose_what_works([str(override.input_line) for override in machinery])
         if master is None:
-            return [], Path(), problems
+            return [], Path(), problems + more
         _place(master, None)
         params = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-        overrides, unreadable = self.read([*params, *self.command.lines], sweeps=True)
-        if master.hydra.sweeper._target_.rpartition(".")[2] == "BasicSweeper":
+        keys = [line for line in self.command.lines if not line.startswith("hydra")]
+        overrides, unreadable = self.read([*params, *keys], sweeps=True)
+        basic = master.hydra.sweeper._target_.rpartition(".")[2] == "BasicSweeper"
+        wrong = [o for o in overrides if basic and o.is_sweep_override() and not o.is_discrete_sweep()]
+        overrides = [override for override in (*machinery, *overrides) if override not in wrong]
+        problems += [*more, *unreadable, *map(_interval_without_optimiser, wrong)]
+        if basic:
             expanded = [list(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
         else:  # others choose as they go: check one point of the space now, each job as it starts
             expanded = [[_first_value(override) for override in overrides]]
-        return expanded, Path(str(master.hydra.sweep.dir)).absolute(), problems + unreadable
+        return expanded, Path(str(master.hydra.sweep.dir)).absolute(), problems
 
 
 def _sweep_without_m(override: Override) -> str:
     key, value = override.get_key_element(), override.get_value_string()
+    if override.is_hydra_override():
+        return f"{key}: {value} holds several values, but it is said once for all jobs: type {key}=<one value>"
     ways = f"type -m {key}={value} for that, '{key}=[{value}]' for a list or \"{key}='{value}'\" for text"
     return f"{key}: {value} holds several values, which means one job for each: {ways}"
+
+
+def _interval_without_optimiser(override: Override) -> str:
+    key, value = override.get_key_element(), override.get_value_string()
+    why = "has no end of values, only sweepers that choose by themselves (hydra/sweeper=...) take it"
+    return f"{key}: {value} {why}: type {key}=range(<start>,<stop>,<step>) or {key}=<value>,<value>"
 
 
 def _chosen_twice(choices: list[Override]) -> list[str]:
@@ -396,6 +429,12 @@ def _look_up(cfg: DictConfig, key: str) -> tuple[bool, str, list[str]]:
     return True, "", []
 
 
+def _value(cfg: DictConfig, key: str) -> Any:
+    with contextlib.suppress(OmegaConfBaseException):
+        return OmegaConf.select(cfg, key, throw_on_missing=False)
+    return None
+
+
 def _dirname(whole: DictConfig, overrides: list[Override]) -> str:
     """Hydra's `${hydra.job.override_dirname}`, which a user's folder pattern may hold."""
     names = whole.hydra.job.config.override_dirname
@@ -404,7 +443,7 @@ def _dirname(whole: DictConfig, overrides: list[Override]) -> str:
 
 def _in_one_line(error: Exception) -> str:
     """A library's message without its line breaks and without the search path."""
-    text = (str(error) or str(error.__cause__)).split("Config search path")[0]
+    text = f"{error} {error.__cause__ or ''}".split("Config search path")[0].split("full_key:")[0]
     return " ".join(text.split()).rstrip(".:")
 
 
@@ -437,7 +476,7 @@ def _plain(parent: DictConfig | ListConfig, name: Any, key: str, problems: list[
     try:
         value = parent[name]
     except OmegaConfBaseException as error:
-        reason = _in_one_line(error).split(" full_key:")[0]
+        reason = _in_one_line(error)
         problems.append(f"{key}: {parent._get_node(name)} cannot be resolved ({reason}): type {key}=<value>")
         return signatures.UNSET
     if isinstance(value, DictConfig):
@@ -452,10 +491,14 @@ def _folder_problems(folder: Path, command: Command) -> Iterator[str]:
     if command.resume or not jobs.is_first_process():
         return
     if (folder / "config.yaml").exists() and command.multirun:
-        yield f"output_dir: {HydraConfig.get().sweep.dir} holds jobs of a sweep already: type output_dir=<another folder>"
+        sweep = HydraConfig.get().sweep.dir
+        yield f"output_dir: {sweep} holds jobs of a sweep already: type output_dir=<another folder>"
     elif (folder / "config.yaml").exists():
         ways = f"type resume={folder} to go on with it, or output_dir=<another folder>"
         yield f"output_dir: {folder} holds a run already: {ways}"
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        yield f"output_dir: nothing can be written into {there}: type output_dir=<a folder that you can write into>"
     if jobs.is_launched_from_outside() and not any(line.startswith("hydra.run.dir=") for line in command.lines):
         yield "output_dir: each process of this launch would take a folder of its own: type output_dir=outputs/<name>"
 
@@ -486,7 +529,7 @@ def preflight(command: Command) -> Plan:
                 job.problems,
             )
     if problems or found:
-        raise ConfigError([*problems, *found])
+        raise ConfigError(list(dict.fromkeys([*problems, *found])))
     return plan
 
 

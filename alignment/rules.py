@@ -149,6 +149,7 @@ def numbers_in_range(cfg: Config) -> Iterator[str]:
         if name in BOUNDS:
             words, holds = EVALUATION_TEMPERATURE if key == "evaluation.temperature" else BOUNDS[name]
             if not holds(value):
+                words = words if math.isfinite(value) else f"finite, {words}"
                 yield f"{key}: {value} must be {words}: type {key}=<a number, {words}>"
 
 
@@ -183,8 +184,8 @@ def reference_provided(cfg: Config) -> Iterator[str]:
 def reference_known_in_advance(cfg: Config) -> Iterator[str]:
     if says(cfg, "ref_strategy", "offline_only", False) and says(cfg, "algorithm", "online", False):
         yield (
-            f"ref_strategy: {algorithm_name(cfg)} learns from samples that do not exist before training, their reference"
-            " log-probs cannot be stored in advance: type ref_strategy=lora or ref_strategy=frozen"
+            f"ref_strategy: {algorithm_name(cfg)} learns from samples that do not exist before training, so that their"
+            " reference log-probs cannot be stored in advance: type ref_strategy=lora or ref_strategy=frozen"
         )
 
 

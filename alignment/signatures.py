@@ -338,7 +338,7 @@ def bind(key: str, node: Mapping[str, Any], target: str, passed: Iterable[str] =
     given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
     for name, value in given.items():
         if name in wanted:
-            if (own or _is_number_as_text(value)) and not wanted[name].accepts(value):
+            if (own or is_number_as_text(value)) and not wanted[name].accepts(value):
                 yield wrong_type(f"{key}.{name}", value, alternatives(wanted[name].annotation, wanted[name].module))
         elif not spec.is_open:
             yield unknown(f"{key}.{name}", wanted, f"{target.rpartition('.')[2]} takes no such key", value)
@@ -348,7 +348,11 @@ def bind(key: str, node: Mapping[str, Any], target: str, passed: Iterable[str] =
             yield f"{key}.{name}: missing, {target.rpartition('.')[2]} needs it: type +{key}.{name}=<{spell(words)}>"
 
 
-def _is_number_as_text(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_number_as_text(value: Any) -> bool:
     try:
         return isinstance(value, str) and float(value) == float(value)
     except ValueError:

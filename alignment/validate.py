@@ -21,10 +21,11 @@ from alignment.errors import ConfigError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
-# Arguments that code adds when it builds a node of a group; they are not keys.
+# Arguments that code adds when it builds a node (`group.*`: every node in a group); they are not keys.
 PASSED: dict[str, set[str]] = {
     "algorithm": {"source", "reference", "optimizer", "callbacks"},
     "optimizer": {"params", "lr"},
+    "logger.*": {"folder"},
     "task": {"cfg"},
 }
 # Sections without `_target_`, and the function that takes their keys together with these arguments of code.
@@ -32,7 +33,10 @@ SECTIONS: dict[str, tuple[str, set[str]]] = {
     "encoding": ("alignment.data.encode.encode", {"rows", "form", "tokenizer"}),
     "checkpoint": ("alignment.callbacks.checkpoint.BoundaryCheckpoint", {"folder", "online"}),
     "trainer": ("lightning.pytorch.Trainer", set()),
+    "model.lora": ("peft.LoraConfig", set()),
 }
+# Groups of which several options can be chosen, each of them a node with a name of its own.
+SEVERAL = {"reward", "logger"}
 # Groups of which nothing need be chosen.
 MAY_BE_EMPTY = {"reward", "logger", "experiment", "pipeline"}
 
@@ -49,15 +53,17 @@ def validate(cfg: dict[str, Any]) -> list[str]:
 def _targets(cfg: dict[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str, set[str]]]:
     """Every (key, node, target, arguments passed by code), the sections of SECTIONS included."""
     for key, node in _nodes(cfg):
-        yield key, node, node["_target_"], PASSED.get(key, set())
+        if isinstance(node["_target_"], str):
+            yield key, node, node["_target_"], PASSED.get(key) or PASSED.get(f"{key.partition('.')[0]}.*", set())
     for key, (target, passed) in SECTIONS.items():
-        if isinstance(cfg.get(key), dict):
-            yield key, cfg[key], target, passed
+        section = rules.get(cfg, key)
+        if isinstance(section, dict):
+            yield key, section, target, passed
 
 
 def _nodes(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if isinstance(value, dict) and isinstance(value.get("_target_"), str):
+    if isinstance(value, dict) and "_target_" in value:
         yield path, value
     for name, inner in items:
         yield from _nodes(inner, f"{path}.{name}" if path else str(name))
@@ -81,12 +87,21 @@ def _schema_problems(cfg: dict[str, Any]) -> Iterator[str]:
     for name, default in schema().items():
         if not isinstance(default, dict):
             yield from _compare(name, cfg, name, default)
+        elif not isinstance(cfg.get(name), dict):
+            said = signatures.as_yaml(cfg.get(name))
+            yield f"{name}: {said} is no section: type {name}.{next(iter(default))}=<value>"
         elif name not in SECTIONS:
-            yield from _section_problems(name, cfg.get(name), default)
+            yield from _section_problems(name, cfg[name], default)
+    for group in SEVERAL & set(cfg):
+        for name, node in cfg[group].items():
+            if not isinstance(node, dict):
+                yield f"{group}.{name}: {signatures.as_yaml(node)} is no {group}: type ~{group}.{name} to leave it out"
+    for key, node in _nodes(cfg):
+        if not isinstance(node["_target_"], str) and node["_target_"] is not signatures.UNSET:
+            yield f"{key}._target_: {node['_target_']!r} is no dotted name: type {key.partition('.')[0]}=<option>"
 
 
-def _section_problems(name: str, section: Any, defaults: dict[str, Any]) -> Iterator[str]:
-    section = section if isinstance(section, dict) else {}
+def _section_problems(name: str, section: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
     for key in section:
         if key not in defaults:
             yield signatures.unknown(f"{name}.{key}", defaults, "there is no such key", section[key])

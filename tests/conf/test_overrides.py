@@ -72,6 +72,21 @@ def jobs(*argv: str) -> list[dict[str, Any]]:
         (["encoding.truncation=keep_ends"], "encoding.truncation", "encoding.truncation=keep_end"),
         (["optimizer.betas=0.9", "+optimizer.beta=1"], "optimizer.beta", "optimizer.betas=1"),
         (["output_dir="], "output_dir", "output_dir=outputs/<name>, or leave it out"),
+        (["output_dir=/dev/null/run"], "output_dir", "output_dir=<a folder that you can write into>"),
+        (["output_dir=${nope}"], "output_dir", "output_dir=<folder>"),
+        (["optimizer.betas[0]=1"], "optimizer.betas[0]=1", "such as optimizer.betas.0=0.9"),
+        (["algorithm@other=dpo"], "algorithm", "algorithm=dpo"),
+        (["algorithm=[grpo,dpo]"], "algorithm", "algorithm=grpo, or -m algorithm=grpo,dpo for a job with each"),
+        (["algorithm=null"], "algorithm", "algorithm=<option>"),
+        (["~reward"], "reward", "reward=[]"),
+        (["reward.accuracy=null"], "reward.accuracy", "~reward.accuracy to leave it out"),
+        (["algorithm._target_=null"], "algorithm._target_", "algorithm=<option>"),
+        (["evaluation=3"], "evaluation", "evaluation.num_prompts=<value>"),
+        (["model.lora.r='16'"], "model.lora.r", "model.lora.r=16"),
+        (["+model.lora.alpha=3"], "model.lora.alpha", "model.lora.lora_alpha=3"),
+        (["-m", "seed=interval(0,1)"], "seed", "seed=range(<start>,<stop>,<step>) or seed=<value>,<value>"),
+        (["-m", "output_dir=a,b"], "hydra.sweep.dir", "hydra.sweep.dir=<one value>"),
+        (["hydra.job.chdir=maybe"], "hydra.job.chdir", "--help to see what can be chosen"),
         (["hydra/launcher=nosuch"], "hydra/launcher", "--help to see what can be chosen"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -80,6 +95,26 @@ def test_a_bad_command_line_is_refused_with_what_to_type(argv: list[str], key: s
     (message,) = problems(*argv)
     assert message.startswith(f"{key}: ")
     assert hint in re.split(r"[:?] type ", message)[-1]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["optimizer.betas.0=0.8"],
+        ["algorithm=[grpo]"],
+        ["reward=accuracy"],
+        ["reward=[accuracy,format]", "logger=[]"],
+        ["++algorithm.lr=3e-4"],
+        ["+trainer.profiler=simple"],
+        ["algorithm.lr=${evaluation.temperature}"],
+        ["resume=null"],
+        ["-m", "algorithm=glob(*)", "ref_strategy=frozen"],
+        ["hydra.mode=MULTIRUN", "seed=1,2"],
+    ],
+    ids=lambda argv: argv[0] if argv[0] != "-m" else argv[1],
+)
+def test_a_good_command_line_is_accepted(argv: list[str]) -> None:
+    assert problems(*argv) == []
 
 
 def test_problems_do_not_hide_each_other() -> None:

@@ -132,7 +132,7 @@ def test_nothing_was_imported() -> None:
     assert "toyproject" not in sys.modules
 
 
-@pytest.mark.parametrize("target", ["torch.optim.AdamW", "lightning.pytorch.Trainer"])
+@pytest.mark.parametrize("target", ["torch.optim.AdamW", "lightning.pytorch.Trainer", "peft.LoraConfig"])
 def test_other_packages_are_read_as_python_reads_them(target: str) -> None:
     module, _, name = target.rpartition(".")
     truth = inspect.signature(getattr(__import__(module, fromlist=[name]), name)).parameters
