@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from alignment.errors import UserError
+
 STATISTICS = ("entropy", "log_sum_sq_probs", "is_top1")
 
 
@@ -33,11 +35,9 @@ class LogitMap:
     softcap: float | None = None
 
     def at_temperature(self, temperature: float) -> LogitMap:
-        """The map of a policy sampled at this temperature. Raises ValueError for a temperature that is not > 0."""
+        """The map of a policy sampled at this temperature. Raises UserError for one that is not > 0."""
         if not temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0, got {temperature}: log-probs of greedy decoding do not exist"
-            )
+            raise UserError(f"temperature: {temperature}: greedy decoding has no log-probs: type a number above 0")
         return LogitMap(self.scale / temperature, self.softcap)
 
     def __call__(self, product: Tensor) -> Tensor:

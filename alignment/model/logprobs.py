@@ -20,13 +20,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from alignment.batch import Batch
+from alignment.errors import UserError
 from alignment.model import shared_attention
 from alignment.model.head import LogitMap, as_forward_of, head_scores
 from alignment.model.shared_attention import SharedRow
@@ -67,11 +67,11 @@ def completion_logprobs(
     path: "auto" takes packed where the model allows it, else cache, else dense, whichever is exact. The choice depends
     on the model and the batch's shape alone, so that passes over one batch agree bit for bit.
     stats: of "log_sum_sq_probs", "is_top1", "entropy" (the same as entropy=True).
-    Raises ValueError for a model whose logits are not a known function of its head, a path that would not be exact for
-    it, a completion after an empty prompt.
+    Raises UserError for a model whose logits are not a known function of its head, a path that would not be exact for
+    it, a temperature of 0, a completion after an empty prompt.
     """
     if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+        raise UserError(f"model.shared_prompt: {path!r} is none of {', '.join(PATHS)}: type model.shared_prompt=auto")
     wanted = {*stats, *(["entropy"] if entropy or entropy_grad else [])}
     causal = causal_lm(model)
     forward = causal.forward
@@ -81,7 +81,7 @@ def completion_logprobs(
         hidden = _token_states(causal, anatomy, batch, path, before=True)
         return head_scores(
             hidden,
-            causal.get_output_embeddings(),
+            _head(causal),
             batch.completion_ids[batch.completion_mask],
             logit_map=anatomy.logit_map.at_temperature(temperature),
             chunk_tokens=chunk_tokens,
@@ -96,8 +96,8 @@ def completion_logprobs(
 def completion_states(model: nn.Module, batch: Batch, *, path: str = "auto", before: bool = True) -> Tensor:
     """Last hidden states for a value or reward head: (number of completion tokens, H), differentiable.
 
-    Row k belongs to the k-th True of `batch.completion_mask`. `before`: the state that predicts the token (what a critic
-    judges: everything before the token); otherwise the state at the token (what a reward model reads at the last one).
+    Row k belongs to the k-th True of `batch.completion_mask`. `before`: the state that predicts the token (a critic
+    judges what came before the token); otherwise the state at the token (a reward model reads it at the last one).
     """
     causal = causal_lm(model)
     forward = causal.forward
@@ -108,16 +108,22 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face causal LM inside. Its adapter layers, put in place by PEFT, stay active."""
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
-            f"{type(config).__name__} puts virtual tokens before every prompt, which shared prompts do not carry: "
-            "use an adapter inside the layers, such as LoRA"
+        raise UserError(
+            f"{type(config).__name__} puts virtual tokens before every prompt, which a shared prompt does not carry: "
+            "take an adapter inside the layers, such as LoRA"
         )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None or base.get_decoder() is base:
-        raise ValueError(
+        raise UserError(
             f"expected a Hugging Face causal LM (a backbone and an output embedding), got {type(base).__name__}"
         )
     return base
+
+
+def _head(causal: PreTrainedModel) -> nn.Module:
+    head = causal.get_output_embeddings()
+    assert head is not None  # `causal_lm` looked
+    return head
 
 
 def _spread(flat: Tensor, mask: Tensor) -> Tensor:
@@ -161,9 +167,7 @@ def _examine(causal: PreTrainedModel, forward: Callable[..., Any], token: Tensor
     logit_map = _logit_map(config)
     not_packed = odd_layers or _try_packed(causal, forward, token)
     _check_head(causal, forward, logit_map, token)
-    return Anatomy(
-        causal.config._attn_implementation, logit_map, not_packed, odd_layers or _not_cached(causal), window
-    )
+    return Anatomy(causal.config._attn_implementation, logit_map, not_packed, odd_layers or _not_cached(causal), window)
 
 
 @torch.no_grad()
@@ -218,7 +222,7 @@ def _logit_map(config: Any) -> LogitMap:
 
 @torch.no_grad()
 def _check_head(causal: PreTrainedModel, forward: Callable[..., Any], logit_map: LogitMap, token: Tensor) -> None:
-    """Raise ValueError unless the model's own logits are `logit_map` of its head on its backbone's last state."""
+    """Raise UserError unless the model's own logits are `logit_map` of its head on its backbone's last state."""
     states: list[Any] = []
     watch = causal.get_decoder().register_forward_hook(lambda _module, _args, output: states.append(output))
     try:
@@ -227,12 +231,12 @@ def _check_head(causal: PreTrainedModel, forward: Callable[..., Any], logit_map:
         watch.remove()
     hidden = getattr(states[-1], "last_hidden_state", None) if states else None
     if hidden is not None:
-        ours = logit_map(causal.get_output_embeddings()(hidden)).float()
+        ours = logit_map(_head(causal)(hidden)).float()
         scale = theirs.abs().max()
         tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 2e-2
         if ours.shape == theirs.shape and (ours - theirs).abs().max() <= tolerance * scale:
             return
-    raise ValueError(
+    raise UserError(
         f"the logits of {type(causal).__name__} are not its output embedding applied to its backbone's last hidden "
         f"state (scale {logit_map.scale}, soft cap {logit_map.softcap}): its log-probs cannot be computed in chunks"
     )
@@ -248,7 +252,10 @@ def _choose(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str) 
         reasons["cache"] = "activation checkpointing drops the key-value cache"
     if path != "auto":
         if reasons[path]:
-            raise ValueError(f"path={path} is not exact for {type(causal).__name__}: {reasons[path]}. Use path=auto")
+            raise UserError(
+                f"model.shared_prompt: {path} is not exact for {type(causal).__name__}: {reasons[path]}: "
+                "type model.shared_prompt=auto"
+            )
         return path
     if reasons["packed"] and not anatomy.told:
         anatomy.told = True
@@ -278,7 +285,10 @@ def _token_states(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path:
 def _check_prompts(batch: Batch) -> None:
     empty = (~batch.prompt_mask.any(1)).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(f"prompt {empty[0]} has no tokens: the first token of a completion needs one before it")
+        raise UserError(
+            f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its completions: "
+            "give it a BOS token, or drop the row"
+        )
 
 
 def _fed(batch: Batch, before: bool) -> tuple[Tensor, Tensor]:

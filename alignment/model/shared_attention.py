@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from alignment.model.head import upcast
@@ -29,6 +30,8 @@ FOREIGN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 # Attention scores computed at once on a CPU: large enough to hide the cost of a call, small enough for its cache.
 BLOCK_SCORES = 1 << 21
 BLOCK_ROWS = 128
+# Scores per layer up to which their probabilities are kept for backward.
+KEPT_SCORES = 1 << 23
 
 
 class Segment(NamedTuple):
@@ -81,6 +84,9 @@ class SharedRow:
         self.calls += 1
         self.foreign |= {name for name in FOREIGN_ARGUMENTS if other.get(name) is not None}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if query.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for torch's own attention
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if query.device.type == "cpu" and not dropout:
             blocks = self.blocks(query.shape[1])
             return _BlockAttention.apply(query, key, value, blocks, scale)
@@ -88,7 +94,7 @@ class SharedRow:
 
     def blocks(self, num_heads: int) -> list[Block]:
         if num_heads not in self._blocks:
-            self._blocks[num_heads] = list(_cut(self.segments, num_heads, self.num_tokens, self.device))
+            self._blocks[num_heads] = list(_cut(self.segments, num_heads, self.num_tokens))
         return self._blocks[num_heads]
 
     @functools.cached_property
@@ -134,21 +140,27 @@ def _taking_shared_row(function: Callable[..., Any]) -> Callable[..., Any]:
 class Block(NamedTuple):
     """`rows` successive queries of each of `count` segments that see the same prefix.
 
-    queries (count * rows) and keys (count * own): positions in the row; the last `rows` keys are the queries' own.
-    store: `queries`, with padding sent to the spare position T. real: (count, rows) bool, None where all are.
+    queries: (count * rows) and keys: (count * own) positions in the row, as a slice where they follow each other. The
+    last `rows` keys are the queries' own. real: (count, rows) bool, None where no segment is shorter than the others;
+    store: where outputs go, padding to the spare position T.
     """
 
     prefix: slice
     count: int
     rows: int
     own: int
-    queries: Tensor
-    keys: Tensor
-    store: Tensor
+    queries: Tensor | slice
+    keys: Tensor | slice
+    store: Tensor | slice
     real: Tensor | None
 
+    @property
+    def num_scores(self) -> int:
+        """Pairs of a query and a key, per head."""
+        return self.count * self.rows * (self.prefix.stop - self.prefix.start + self.own)
 
-def _cut(segments: Sequence[Segment], num_heads: int, spare: int, device: torch.device) -> Iterator[Block]:
+
+def _cut(segments: Sequence[Segment], num_heads: int, spare: int) -> Iterator[Block]:
     """Group segments of one prefix, longest first, into blocks of about BLOCK_SCORES scores."""
     by_prefix: dict[tuple[int, int], list[Segment]] = {}
     for segment in segments:
@@ -166,75 +178,79 @@ def _cut(segments: Sequence[Segment], num_heads: int, spare: int, device: torch.
             for first in range(0, longest, BLOCK_ROWS):
                 last = min(first + BLOCK_ROWS, longest)
                 reaching = [s for s in alike if s.length > first]
-                yield _block(slice(prefix, prefix + prefix_length), reaching, first, last, spare, device)
+                yield _block(slice(prefix, prefix + prefix_length), reaching, first, last, spare)
 
 
-def _block(
-    prefix: slice, segments: Sequence[Segment], first: int, last: int, spare: int, device: torch.device
-) -> Block:
+def _block(prefix: slice, segments: Sequence[Segment], first: int, last: int, spare: int) -> Block:
     starts = torch.tensor([s.start for s in segments])[:, None]
     lengths = torch.tensor([s.length for s in segments])[:, None]
     own, rows = torch.arange(last), torch.arange(first, last)
     real = rows < lengths
-    queries = starts + torch.minimum(rows, lengths - 1)
-    return Block(
-        prefix,
-        len(segments),
-        last - first,
-        last,
-        queries.flatten().to(device),
-        (starts + torch.minimum(own, lengths - 1)).flatten().to(device),
-        torch.where(real, queries, spare).flatten().to(device),
-        None if bool(real.all()) else real.to(device),
-    )
+    queries, keys = starts + torch.minimum(rows, lengths - 1), starts + torch.minimum(own, lengths - 1)
+    store = _as_slice(torch.where(real, queries, spare))
+    ragged = None if bool(real.all()) else real
+    return Block(prefix, len(segments), last - first, last, _as_slice(queries), _as_slice(keys), store, ragged)
+
+
+def _as_slice(positions: Tensor) -> Tensor | slice:
+    """Positions that follow each other need no gathering."""
+    positions = positions.flatten()
+    first = int(positions[0])
+    consecutive = torch.equal(positions, torch.arange(first, first + len(positions)))
+    return slice(first, first + len(positions)) if consecutive else positions
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Block by block: scores, softmax, values; backward computes the probabilities again (FlashAttention's idea).
+    """Block by block: scores, softmax, values.
 
-    torch's CPU attention kernel spends five times as long in backward as in forward and gains nothing from a mask. These
-    are plain batched products, in which the query heads that share a key head, and their completions, form the rows.
-    Precision is that of the fused kernel: scores, softmax and their gradients in float32; probabilities and gradients
-    are rounded to the model's dtype only as factors of a product.
+    torch's CPU attention kernel spends five times as long in backward as in forward and gains nothing from a mask.
+    These are plain batched products, in which the query heads that share a key head form the rows.
+    Scores, softmax and their gradients are float32, as in the fused kernel; probabilities and gradients are rounded to
+    the model's dtype as factors of a product only. Probabilities of short rows are kept for backward, others computed
+    again there.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[Block], scale: float) -> Tensor:
         q, k, v = _by_token(query, key.shape[1]), _by_token(key), _by_token(value)
         out = q.new_empty(q.shape[0] + 1, *q.shape[1:3], v.shape[-1])
+        scaled = upcast(k) * scale
+        keep = any(ctx.needs_input_grad) and sum(block.num_scores for block in blocks) * q.shape[1] <= KEPT_SCORES
+        kept = []
         with torch.autocast("cpu", enabled=False):
             for block in blocks:
-                values = _keys(v, block)
-                probs = _probabilities(_queries(q, block), _keys(k, block), block, scale)
-                out.index_copy_(0, block.store, _tokens(torch.bmm(probs.to(values.dtype), values), block, out.shape))
+                probs = _probabilities(_rows(q, block), _keys(scaled, block), block).to(v.dtype)
+                _put_rows(out, torch.bmm(probs, _keys(v, block)), block)
+                if keep:
+                    kept.append(probs)
         out = out[:-1]
-        ctx.save_for_backward(query, key, value, out)
+        ctx.save_for_backward(query, key, value, out, *kept)
         ctx.blocks, ctx.scale = blocks, scale
         return out.flatten(1, 2)[None]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out = ctx.saved_tensors
+        query, key, value, out, *kept_probs = ctx.saved_tensors
         q, k, v = _by_token(query, key.shape[1]), _by_token(key), _by_token(value)
-        grad = grad[0].view(out.shape)
+        scaled, v32, grad = upcast(k) * ctx.scale, upcast(v), grad[0].view(out.shape)
         # Softmax's backward needs each row's sum of probability * gradient, which is output * output gradient.
-        inner = (upcast(grad) * upcast(out)).sum(-1, keepdim=True)
+        inner = (upcast(grad) * out).sum(-1, keepdim=True)
         q_grad = q.new_empty(q.shape[0] + 1, *q.shape[1:])
-        k_grad, v_grad = (torch.zeros_like(upcast(x), memory_format=torch.contiguous_format) for x in (k, v))
-        for block in ctx.blocks:
-            queries, keys, values = _queries(q, block), _keys(k, block), _keys(v, block)
-            out_grad, row_inner = _queries(grad, block), _queries(inner, block)
+        k_grad, v_grad = torch.zeros_like(scaled), torch.zeros_like(v32)
+        for block, kept in zip(ctx.blocks, kept_probs or [None] * len(ctx.blocks), strict=True):
+            rows, out_grad, row_inner = _rows(q, block), _rows(grad, block), _rows(inner, block)
             if block.real is not None:
-                real = block.real.repeat(k.shape[1], q.shape[2]).view(len(queries), -1, 1)
+                real = block.real.repeat(k.shape[1], q.shape[2]).view(len(rows), -1, 1)
                 out_grad, row_inner = out_grad * real, row_inner * real
-            probs = _probabilities(queries, keys, block, ctx.scale)
+            probs = _probabilities(rows, _keys(scaled, block), block) if kept is None else kept
             _add_keys(v_grad, torch.bmm(probs.to(v.dtype).mT, out_grad), block)
-            scores = torch.bmm(upcast(out_grad), upcast(values).mT).sub_(row_inner).mul_(probs).mul_(ctx.scale)
-            scores = scores.to(q.dtype)
-            _add_keys(k_grad, torch.bmm(scores.mT, queries), block)
-            q_grad.index_copy_(0, block.store, _tokens(torch.bmm(scores, keys), block, q_grad.shape))
-        q_grad, k_grad, v_grad = q_grad[:-1].flatten(1, 2), k_grad.to(k.dtype), v_grad.to(v.dtype)
-        return *(g.transpose(0, 1)[None] for g in (q_grad, k_grad, v_grad)), None, None
+            scores = torch.bmm(upcast(out_grad), _keys(v32, block).mT).sub_(row_inner).mul_(upcast(probs)).to(q.dtype)
+            _add_keys(k_grad, torch.bmm(scores.mT, rows), block)
+            _put_rows(q_grad, torch.bmm(scores, _keys(k, block)), block)
+        q_grad = q_grad[:-1].flatten(1, 2).mul_(ctx.scale)
+        grads = q_grad, k_grad.mul_(ctx.scale).to(k.dtype), v_grad.to(v.dtype)
+        return *(g.transpose(0, 1)[None] for g in grads), None, None
 
 
 def _by_token(x: Tensor, groups: int | None = None) -> Tensor:
@@ -243,21 +259,28 @@ def _by_token(x: Tensor, groups: int | None = None) -> Tensor:
     return x if groups is None else x.unflatten(1, (groups, -1))
 
 
-def _queries(x: Tensor, block: Block) -> Tensor:
+def _take(x: Tensor, positions: Tensor | slice) -> Tensor:
+    return x[positions] if isinstance(positions, slice) else x.index_select(0, positions)
+
+
+def _rows(x: Tensor, block: Block) -> Tensor:
     """(T, K, R, D) -> (K * count, R * rows, D): R query heads of one key head side by side."""
-    x = x.index_select(0, block.queries).unflatten(0, (block.count, block.rows))
-    return x.permute(2, 0, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+    x = _take(x, block.queries).unflatten(0, (block.count, block.rows))
+    return x.permute(2, 0, 3, 1, 4).reshape(x.shape[2] * block.count, -1, x.shape[-1])
 
 
-def _tokens(x: Tensor, block: Block, shape: torch.Size) -> Tensor:
-    """The way back of `_queries`: (K * count, R * rows, D) -> (count * rows, K, R, D)."""
-    x = x.view(shape[1], block.count, shape[2], block.rows, -1)
-    return x.permute(1, 3, 0, 2, 4).flatten(0, 1)
+def _put_rows(total: Tensor, x: Tensor, block: Block) -> None:
+    """The way back of `_rows`, into (T + 1, K, R, D)."""
+    x = x.view(total.shape[1], block.count, total.shape[2], block.rows, -1).permute(1, 3, 0, 2, 4)
+    if isinstance(block.store, slice):
+        total[block.store].unflatten(0, (block.count, block.rows)).copy_(x)
+    else:
+        total.index_copy_(0, block.store, x.flatten(0, 1))
 
 
 def _keys(x: Tensor, block: Block) -> Tensor:
     """(T, K, D) -> (K * count, prefix + own, D)."""
-    own = x.index_select(0, block.keys).unflatten(0, (block.count, block.own)).permute(2, 0, 1, 3)
+    own = _take(x, block.keys).unflatten(0, (block.count, block.own)).permute(2, 0, 1, 3)
     prefix = x[block.prefix].transpose(0, 1)[:, None].expand(-1, block.count, -1, -1)
     return torch.cat([prefix, own], dim=2).flatten(0, 1)
 
@@ -266,14 +289,18 @@ def _add_keys(total: Tensor, x: Tensor, block: Block) -> None:
     """Add what each block's keys got, (K * count, prefix + own, D), to (T, K, D)."""
     x = x.unflatten(0, (-1, block.count))
     length = block.prefix.stop - block.prefix.start
-    total[block.prefix] += x[:, :, :length].sum(1, dtype=total.dtype).transpose(0, 1)
-    own = x[:, :, length:].permute(1, 2, 0, 3).flatten(0, 1)
-    total.index_add_(0, block.keys, own.to(total.dtype))
+    if length:
+        total[block.prefix] += x[:, :, :length].sum(1, dtype=total.dtype).transpose(0, 1)
+    own = x[:, :, length:].permute(1, 2, 0, 3)
+    if isinstance(block.keys, slice):
+        total[block.keys].unflatten(0, (block.count, block.own)).add_(own)
+    else:
+        total.index_add_(0, block.keys, own.flatten(0, 1).to(total.dtype))
 
 
-def _probabilities(queries: Tensor, keys: Tensor, block: Block, scale: float) -> Tensor:
+def _probabilities(rows: Tensor, scaled_keys: Tensor, block: Block) -> Tensor:
     """Softmax over the prefix and the own tokens up to the query's, float32."""
-    scores = torch.bmm(upcast(queries) * scale, upcast(keys).mT)
+    scores = torch.bmm(upcast(rows), scaled_keys.mT)
     later = torch.full((block.rows, block.rows), -torch.inf, dtype=scores.dtype).triu_(1)
     scores.unflatten(1, (-1, block.rows))[..., -block.rows :] += later
     return scores.softmax(-1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignment.errors import UserError
 from alignment.model.head import LogitMap, head_scores
 
 RTOL, ATOL = 1e-5, 1e-7
@@ -126,7 +127,7 @@ def test_temperature_divides_the_logits() -> None:
             torch.ones(1, 1), head, torch.tensor([0]), logit_map=LogitMap().at_temperature(temperature)
         )
         assert scores["logprobs"].item() == pytest.approx(want, abs=1e-6)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+    with pytest.raises(UserError, match="greedy decoding has no log-probs"):
         LogitMap().at_temperature(0.0)
 
 
