@@ -48,7 +48,7 @@ class Batch:
 
     | field | shape | meaning |
     |---|---|---|
-    | prompt_ids, prompt_mask | (B, P) int64, bool | left-padded prompts; masks come from lengths, never from the pad id |
+    | prompt_ids, prompt_mask | (B, P) int64, bool | left-padded prompts; masks come from lengths, not from the pad id |
     | completion_ids, completion_mask | (N, C) int64, bool | right-padded; True up to and including EOS |
     | loss_mask | (N, C) bool | the tokens that count (assistant turns; not tool output, not filtered rows) |
     | group_size | int | G; 0 for bare prompts |

@@ -144,6 +144,11 @@ class AlignmentModule(L.LightningModule):
         self.meter.add("train/loss", float(loss.detach()) * share, share)
         self.meter.total("train/tokens", float(batch.prompt_mask.sum() + batch.completion_mask.sum()))
 
+    def log_stats(self, stats: dict[str, Tensor], mask: Tensor | None = None) -> None:
+        """Detached values of a loss, as means over all of them or over those under `mask`."""
+        for name, values in stats.items():
+            self.meter.mean(f"{self.phase}/{name}", values, mask)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from alignment.batch import Batch, Example, pad
 
 # Seeds of training rollouts and of evaluations are drawn from disjoint ranges.
 EVALUATION_SEED = 1 << 40
+log = logging.getLogger("alignment")
 
 
 class RolloutCallback(L.Callback):
@@ -99,7 +101,12 @@ class RolloutCallback(L.Callback):
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         rows = [example.columns for example in batch.examples for _ in range(batch.group_size)]
+        before = self.rewards.counters
         scores = self.rewards(batch.texts, rows)
+        for name, count in self.rewards.counters.items():
+            module.meter.total(f"reward/{name}", count - before.get(name, 0))
+        if scores.total and all(value is None for value in scores.total):
+            log.warning("no completion could be scored: the rows lack what the reward reads (reward.accuracy.column)")
         batch.rewards = as_tensor(scores.total)
         batch.parts = {name: as_tensor(values) for name, values in scores.parts.items()}
 

@@ -1,4 +1,4 @@
-"""The files of a run's folder: config.yaml, manifest.json, metrics.csv, samples.jsonl, summary.json.
+"""The files of a run's folder: manifest.json, metrics.csv, samples.jsonl, summary.json.
 
 Whole files are replaced in one step, so a reader never sees half of one. Files that grow lose a line that was cut off
 by a kill when the next one is added. All of this is for rank 0 alone.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from alignment.errors import UserError
 
@@ -42,30 +41,6 @@ SECRET = re.compile(
 
 
 # ---- whole files ---------------------------------------------------------------------------------------------------
-def write_config(folder: str | Path, cfg: Mapping[str, Any]) -> Path:
-    """config.yaml: the resolved config as plain yaml, read back the same by OmegaConf and by any yaml reader."""
-    text = yaml.dump(plain(cfg, "config"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return _replace(Path(folder) / "config.yaml", text)
-
-
-class _Dumper(yaml.SafeDumper):
-    """No anchors; text that some reader takes for a number is quoted."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    try:
-        float(value)  # 1e-7 is text by YAML 1.1 and a number for OmegaConf
-    except ValueError:
-        return dumper.represent_str(value)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'")
-
-
-_Dumper.add_representer(str, _text)
-
-
 def write_manifest(folder: str | Path, *, seed: int, data: Mapping[str, str]) -> Path:
     """manifest.json: what it takes to repeat the run: command, code, packages, machine, seed, data fingerprints.
 

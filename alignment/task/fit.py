@@ -15,7 +15,7 @@ import torch
 from alignment.callbacks.checkpoint import last_checkpoint
 from alignment.config import check_external
 from alignment.experiment.curves import draw_curves
-from alignment.experiment.record import MetricsFile, write_config, write_manifest, write_summary
+from alignment.experiment.record import MetricsFile, write_manifest, write_summary
 from alignment.experiment.tracker import build_loggers, close_loggers
 from alignment.task.assemble import Assembly, assemble
 
@@ -60,8 +60,9 @@ def quiet_libraries() -> None:
 
 
 def record_start(cfg: dict[str, Any], assembly: Assembly, folder: Path, checkpoint: Path | None) -> None:
-    """config.yaml and manifest.json; on resume, forget what was written after the checkpoint."""
-    write_config(folder, cfg)
+    """manifest.json; on resume, forget what was written after the checkpoint. One process does it."""
+    if not assembly.trainer.is_global_zero:
+        return
     write_manifest(folder, seed=cfg["seed"], data=assembly.fingerprints)
     step = int(checkpoint.stem) if checkpoint else 0
     MetricsFile(folder).truncate_after(step)

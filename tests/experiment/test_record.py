@@ -10,10 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from alignment.errors import UserError
 from alignment.experiment import record
@@ -23,60 +19,12 @@ from alignment.experiment.record import (
     git_state,
     plain,
     without_secrets,
-    write_config,
     write_manifest,
     write_summary,
 )
 
 
-# ---- config.yaml ---------------------------------------------------------------------------------------------------
-def both(path: Path) -> list:
-    """The file as any yaml reader sees it, and as OmegaConf does."""
-    return [yaml.safe_load(path.read_text()), OmegaConf.to_container(OmegaConf.load(path))]
-
-
-CONFIG = {
-    "lr": 5e-07,
-    "big": 1e22,
-    "beta": 0.1,
-    "whole": 1.0,
-    "steps": 100,
-    "name": "5e-7",
-    "version": "1.10",
-    "number": "12",
-    "yes": "yes",
-    "nothing": None,
-    "null_text": "null",
-    "flag": True,
-    "empty": {},
-    "targets": ["q_proj", "v_proj"],
-    "pattern": r"\s*<think>(?:.)*</think>\s*\S: #'\"",
-    "lines": "a\nb",
-    "date": "2026-12-01",
-    "umlaut": "größer",
-}
-
-
-def test_a_config_is_read_back_the_same(tmp_path: Path) -> None:
-    for read in both(write_config(tmp_path, CONFIG)):
-        assert read == CONFIG
-        assert [type(value) for value in read.values()] == [type(value) for value in CONFIG.values()]
-
-
-@given(st.floats(allow_nan=False), st.text(alphabet="0123456789eE+-._:xob ", max_size=6))
-def test_any_float_and_any_text_like_a_number(tmp_path_factory, value: float, text: str) -> None:
-    for read in both(write_config(tmp_path_factory.mktemp("config"), {"value": value, "text": text})):
-        assert (read["value"], type(read["value"])) == (value, float)
-        assert (read["text"], type(read["text"])) == (text, str)
-
-
-def test_a_shared_list_is_written_out_twice(tmp_path: Path) -> None:
-    shared = [1, 2]
-    text = write_config(tmp_path, {"a": shared, "b": shared}).read_text()
-    assert "&" not in text
-    assert yaml.safe_load(text) == {"a": [1, 2], "b": [1, 2]}
-
-
+# ---- plain values -------------------------------------------------------------------------------------------------
 def test_values_of_libraries_become_plain_ones() -> None:
     given = {
         "path": Path("a/b"),
@@ -88,9 +36,9 @@ def test_values_of_libraries_become_plain_ones() -> None:
     assert plain(given, "x") == {"path": "a/b", "array": [1, 2], "scalar": 0.5, "tensor": 3, "4": [1]}
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named() -> None:
     with pytest.raises(TypeError, match=r"config\.model\.dtypes\[1\] is a dtype"):
-        write_config(tmp_path, {"model": {"dtypes": ["bf16", torch.bfloat16]}})
+        plain({"model": {"dtypes": ["bf16", torch.bfloat16]}}, "config")
 
 
 # ---- manifest.json -------------------------------------------------------------------------------------------------
