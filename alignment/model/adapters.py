@@ -126,15 +126,12 @@ def add_reference_adapter(policy: nn.Module) -> None:
     config.lora_dropout = 0.0
     if str(config.init_lora_weights).lower().startswith(CHANGE_BASE):
         config.init_lora_weights = True  # theirs would change the base once more; the values are copied below anyway
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng(devices=[]):
         model.add_adapter(REFERENCE, config)
     copies = adapter_parameters(model, REFERENCE)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model, POLICY).items():
             copies[name].copy_(parameter)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained.get(name, False))
 
 
 def trainable_state(policy: nn.Module) -> dict[str, Tensor]:

@@ -197,6 +197,17 @@ def test_the_reference_adapter_stays_where_the_policy_was(
     assert not torch.allclose(logits(policy.eval()), start)
 
 
+def test_adding_a_reference_leaves_flags_set_by_hand(tiny_llama: LlamaForCausalLM) -> None:
+    policy: Any = adapted(tiny_llama)
+    layer = policy.base_model.model.model.layers[0].mlp.up_proj
+    layer.lora_A["default"].weight.requires_grad_(False)
+    policy.base_model.model.model.norm.weight.requires_grad_(True)
+    before = flags(policy)
+    add_reference_adapter(policy)
+    after = flags(policy)
+    assert {name: after[name] for name in before} == before
+
+
 def test_two_adapters_are_paired_by_name(tiny_llama: LlamaForCausalLM) -> None:
     policy = adapted(tiny_llama, use_dora=True, modules_to_save=["lm_head"], target_modules=["q_proj", "embed_tokens"])
     add_reference_adapter(policy)
