@@ -37,10 +37,11 @@ class Example:
     id: str = ""
 
     @property
-    def num_loss_tokens(self) -> int:
+    def loss_tokens(self) -> list[int]:
+        """Tokens of each completion that count in the loss."""
         if self.loss_masks is None:
-            return sum(map(len, self.completions))
-        return sum(sum(mask) for mask in self.loss_masks)
+            return [len(ids) for ids in self.completions]
+        return [sum(mask) for mask in self.loss_masks]
 
 
 class Batch:
@@ -57,6 +58,7 @@ class Batch:
     | advantages | (N,) or (N, C) float32 | online only |
     | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |
     | step_tokens, step_examples | float | loss tokens and prompts of the whole optimizer step, over all ranks |
+    | step_chosen_tokens | float | offline: loss tokens of each prompt's first completion, over the same |
     | examples | list of B `Example` | rows the prompts came from |
     | texts | list of N str | decoded completions, online and in evaluation |
     """
@@ -86,6 +88,7 @@ class Batch:
         self.sampler_logprobs: Tensor | None = None
         self.step_tokens: float = float(self.loss_mask.sum())
         self.step_examples: float = float(len(prompt_ids))
+        self.step_chosen_tokens: float = float(self.loss_mask[:: max(group_size, 1)].sum())
 
     def __len__(self) -> int:
         """Number of completions N (of prompts, where there are no completions yet)."""

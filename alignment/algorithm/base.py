@@ -118,11 +118,15 @@ class AlignmentModule(L.LightningModule):
     # ---- reductions: means over the whole optimizer step, whatever its microbatches and ranks ---------------------
     def token_mean(self, values: Tensor, batch: Batch) -> Tensor:
         """Mean of (N, C) values over every loss token of this optimizer step."""
-        return torch.where(batch.loss_mask, values, 0.0).sum() * self._step_scale() / max(batch.step_tokens, 1.0)
+        return self.step_mean(torch.where(batch.loss_mask, values, 0.0).sum(), batch.step_tokens)
 
     def example_mean(self, values: Tensor, batch: Batch) -> Tensor:
         """Mean of per-example values over every example of this optimizer step."""
-        return values.sum() * self._step_scale() / max(batch.step_examples, 1.0)
+        return self.step_mean(values.sum(), batch.step_examples)
+
+    def step_mean(self, total: Tensor, count: float) -> Tensor:
+        """This microbatch's share of a mean over `count` items of the whole optimizer step."""
+        return total * self._step_scale() / max(count, 1.0)
 
     def _step_scale(self) -> int:
         """Lightning divides by the accumulation and DDP by the ranks: undo both, step counts are already global."""

@@ -1,34 +1,107 @@
-"""Direct Preference Optimization."""
+"""Direct Preference Optimization and its relatives: learn from pairs, against a reference."""
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from alignment.algorithm.base import OfflineModule
 from alignment.batch import Batch
-from alignment.losses import dpo
+from alignment.errors import UserError
+from alignment.losses.dpo import SORTED_LOSSES, pair_loss, pair_stats, pairs_from_tokens, weighted_losses, wpo_weights
+from alignment.losses.reduce import masked_mean
+
+PairLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+]
 
 
 class DPO(OfflineModule):
-    """DPO (2305.18290) eq. 7; with label smoothing the conservative DPO of Mitchell's note."""
+    """DPO (2305.18290) eq. 7, and every loss of `losses/dpo.py`, alone or several with weights.
+
+    loss_weights: one weight per loss where `loss` is a list (MPO 2411.10442). nll_weight adds the mean negative
+    log-likelihood of the chosen answers, over all their tokens of the step (RPO 2405.16436; ruling D23).
+    """
 
     data_form: ClassVar[str] = "pairs"
     reference_need: ClassVar[str] = "required"
 
-    def __init__(self, *passed: Any, beta: float, label_smoothing: float, **common: Any) -> None:
+    def __init__(
+        self,
+        *passed: Any,
+        beta: float,
+        loss: PairLoss | list[PairLoss],
+        loss_weights: list[float] | None,
+        label_smoothing: float,
+        length_average: bool | None,
+        tau: float | None,
+        divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
+        divergence_alpha: float | None,
+        ld_alpha: float,
+        wpo: bool,
+        nll_weight: float,
+        **common: Any,
+    ) -> None:
         super().__init__(*passed, **common)
-        self.beta, self.label_smoothing = beta, label_smoothing
+        self.beta, self.ld_alpha, self.wpo, self.nll_weight = beta, ld_alpha, wpo, nll_weight
+        names = [loss] if isinstance(loss, str) else list(loss)
+        if wpo and (sorts := SORTED_LOSSES.intersection(names)):
+            raise UserError(
+                f"algorithm.wpo: {min(sorts)} sorts the batch, no weight belongs to a pair: type algorithm.wpo=false"
+            )
+        options = {"label_smoothing": label_smoothing or None, "length_average": length_average, "tau": tau}
+        options |= {"divergence": divergence, "alpha": divergence_alpha}
+        try:
+            losses = {name: pair_loss(name, beta=beta, **options) for name in names}
+            self.pair_loss = weighted_losses(losses, _weights(names, loss_weights))
+        except ValueError as error:
+            raise UserError(f"algorithm.loss: {error}") from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         assert batch.ref_logprobs is not None
-        logprobs = self.logprobs(batch).logprobs
-        sums = torch.where(batch.loss_mask, logprobs - batch.ref_logprobs, 0.0).sum(-1)
-        chosen, rejected = sums.view(-1, 2).unbind(1)
-        values = dpo.sigmoid(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
+        scores = self.logprobs(batch, stats=["log_sum_sq_probs"] if self.wpo else [])
+        logprobs, mask = scores.logprobs, batch.loss_mask
+        pairs = pairs_from_tokens(logprobs, batch.ref_logprobs, mask, ld_alpha=self.ld_alpha)
+        values = self.pair_loss(pairs)
+        self.log_stats(pair_stats(pairs, beta=self.beta))
+        if self.wpo:
+            weights, stats = wpo_weights(logprobs, scores.log_sum_sq_probs, mask)
+            values = values * weights
+            self.log_stats(stats)
         loss = self.example_mean(values, batch)
+        if self.nll_weight:
+            loss = loss + self.nll_weight * self.chosen_nll(logprobs, batch)
         self.log_loss(loss, batch, batch.step_examples)
-        levels = torch.where(batch.loss_mask, logprobs, 0.0).detach().sum(-1).view(-1, 2)
-        self.log_stats(dpo.pair_stats(chosen, rejected, beta=self.beta))
-        self.log_stats({"logps/chosen": levels[:, 0], "logps/rejected": levels[:, 1]})
         return loss
+
+    def chosen_nll(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """Mean NLL over the chosen answers' tokens of the optimizer step; rows alternate chosen, rejected."""
+        chosen = torch.arange(len(logprobs), device=logprobs.device) % 2 == 0
+        mask = batch.loss_mask & chosen[:, None]
+        self.log_stats({"nll_chosen": masked_mean(-logprobs, mask, -1)[chosen]})
+        return self.step_mean(torch.where(mask, -logprobs, 0.0).sum(), batch.step_chosen_tokens)
+
+
+def _weights(names: list[str], weights: list[float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"{len(names)} losses need as many weights, got {len(weights)}: type algorithm.loss_weights=[...]"
+        )
+    return dict(zip(names, weights, strict=True))

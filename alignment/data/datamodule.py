@@ -69,7 +69,8 @@ class StepStream(Dataset):
         rows.sort(key=_length, reverse=True)
         start = (microbatch * self.world_size + self.rank) * self.microbatch_size
         batch = collate(rows[start : start + self.microbatch_size])
-        batch.step_tokens = float(sum(row.num_loss_tokens for row in rows))
+        batch.step_tokens = float(sum(sum(row.loss_tokens) for row in rows))
+        batch.step_chosen_tokens = float(sum(row.loss_tokens[0] for row in rows))
         batch.step_examples = float(self.batch_size)
         return batch
 
