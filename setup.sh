@@ -37,21 +37,21 @@ find_python() {
 }
 
 make_venv() {
-    local python
-    python=$(find_python)
-    if [ "$(cat .venv/made 2>/dev/null)" = "$PWD $python" ] && .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        return
-    fi
+    local python made
+    made=$(cat .venv/made 2>/dev/null || true)
+    python=$(if [ -z "${PYTHON:-}" ] && [ "${made% *}" = "$PWD" ]; then echo "${made##* }"; else find_python; fi)
+    if [ "$made" = "$PWD $python" ] && .venv/bin/python -m pip --version >/dev/null 2>&1; then return; fi
+    [ -x "$python" ] || python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$python cannot make virtual environments (Debian: apt-get install python3-venv)"
     echo "Making .venv with $("$python" --version), $python"
     "$python" -m venv --clear .venv
-    torch=${TORCH:-auto}  # what an earlier .venv held no longer counts
     echo "$PWD $python" > .venv/made
+    torch=${TORCH:-auto}  # what an earlier .venv held no longer counts
 }
 
 # --no-deps: the files list everything, so there is nothing to resolve. `pip check` at the end proves it.
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes "$@"; }
+install() { .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes "$@"; }
 
 # The named packages' blocks of constraints.txt, hashes included.
 pinned() {
@@ -91,7 +91,7 @@ if [ "$extras" = yes ]; then
     touch .venv/extras
 fi
 # setuptools warns that a folder beside setup may shadow the package; here it is the package.
-PYTHONWARNINGS=ignore .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+PYTHONWARNINGS=ignore .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 .venv/bin/python -m pip check
 torch=$(cat .venv/torch)
 echo "$(cat setup.sh pyproject.toml constraints*.txt | cksum) $extras $torch $PWD" > .venv/stamp
