@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from alignment.model.adapters import adapter_off, add_reference_adapter, use_adapter
+from alignment.model.adapters import adapter_off, add_reference_adapter, check_adapter_off_is_base, use_adapter
 from alignment.ref_strategy.base import Reference
 
 
@@ -27,6 +27,8 @@ class LoRA(Reference):
         if source.adapter_path is not None:
             add_reference_adapter(policy)
             self.second_adapter = True
+        else:
+            check_adapter_off_is_base(policy)
 
     @contextmanager
     def scoring_model(self, policy: nn.Module) -> Iterator[nn.Module]:

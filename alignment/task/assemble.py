@@ -141,8 +141,9 @@ def _rows_per_pass(cfg: dict[str, Any]) -> int:
 def accumulation(cfg: dict[str, Any], online: bool) -> int:
     """Microbatches of one optimizer step on one device."""
     algorithm = cfg["algorithm"]
-    rows = algorithm["num_prompts"] * algorithm["group_size"] // algorithm["num_minibatches"]
-    return (rows if online else algorithm["batch_size"]) // _rows_per_pass(cfg)
+    if not online:
+        return algorithm["batch_size"] // _rows_per_pass(cfg)
+    return algorithm["num_prompts"] * algorithm["group_size"] // algorithm["num_minibatches"] // _rows_per_pass(cfg)
 
 
 def build_trainer(

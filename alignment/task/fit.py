@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import transformers
 
 from alignment.callbacks.checkpoint import last_checkpoint
 from alignment.config import check_external
@@ -45,6 +46,7 @@ def run(cfg: dict[str, Any]) -> dict[str, float]:
 
 def quiet_libraries() -> None:
     """Notes of the libraries underneath about things that are meant to be so here."""
+    transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (
