@@ -465,8 +465,7 @@ def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
     """Plain dicts and lists, and a message for each value that is missing or cannot be resolved."""
     problems: list[str] = []
     plain = {str(name): _plain(cfg, name, str(name), problems) for name in cfg}
-    empty = {group: {} for group in sorted(MAY_BE_EMPTY) if group in manual.groups(CONF) and not plain.get(group)}
-    return plain | empty, problems
+    return plain | {group: {} for group in sorted(SEVERAL) if not plain.get(group)}, problems
 
 
 def _plain(parent: DictConfig | ListConfig, name: Any, key: str, problems: list[str]) -> Any:

@@ -309,6 +309,17 @@ def rewards_given(cfg: Config) -> Iterator[str]:
         yield f"reward: {algorithm_name(cfg)} learns from rewards of its samples, none is chosen: type reward=accuracy"
 
 
+def data_has_form(cfg: Config) -> Iterator[str]:
+    """Sources that can make only some forms of data declare them; those that do not are asked when they load."""
+    forms, form = says(cfg, "data", "forms", None), says(cfg, "algorithm", "data_form", "prompts")
+    if forms is not None and form not in forms:
+        source = str(get(cfg, "data._target_")).rpartition(".")[2]
+        yield (
+            f"data: {source} has {', '.join(forms)}, but {algorithm_name(cfg)} learns from {form}: type data=jsonl"
+            " data.path=<file>, or choose another algorithm"
+        )
+
+
 def data_readable(cfg: Config) -> Iterator[str]:
     """Sources that say they can check their file without heavy imports do so now, not after the model has loaded."""
     if not says(cfg, "data", "checks_itself", False):
@@ -335,5 +346,6 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     batch_divides,
     trainer_owned,
     rewards_given,
+    data_has_form,
     data_readable,
 ]

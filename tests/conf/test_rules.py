@@ -40,6 +40,9 @@ class Stored:
 class Moving:
     moves = True
 
+class Prompts:
+    forms = ("prompts", "demonstrations")
+
 class File:
     checks_itself = True
 
@@ -188,6 +191,13 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(trainer__accumulate_grad_batches=2), "trainer.accumulate_grad_batches", "microbatch_size"),
     ],
     "rewards_given": [(lambda: config(reward={}), "reward", "reward=accuracy")],
+    "data_has_form": [
+        (
+            lambda: config(algorithm=OFFLINE, data={"_target_": "toyrules.Prompts"}),
+            "data",
+            "data=jsonl data.path=<file>",
+        ),
+    ],
     "data_readable": [
         (lambda: config(data={"_target_": "toyrules.File", "path": "x.jsonl"}), "data.path", "data.path=<a file>"),
     ],
@@ -221,6 +231,7 @@ def test_a_rule_refuses(name: str, make: Callable[[], dict[str, Any]], key: str,
         lambda: reference("Stored", algorithm=OFFLINE, model__lora__bias="all"),
         lambda: reference("Moving", algorithm=OFFLINE),
         lambda: config(model__lora__init_lora_weights="pissa"),
+        lambda: config(data={"_target_": "toyrules.Prompts"}),
         lambda: config(algorithm__microbatch_size=4),
         lambda: config(algorithm__num_minibatches=2, trainer__devices=2, algorithm__microbatch_size=8),
         lambda: config(algorithm=OFFLINE, trainer__devices=2, trainer__num_nodes=2),
