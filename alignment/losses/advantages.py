@@ -14,7 +14,7 @@ from alignment.losses.reduce import Moments, moments, whiten
 
 # Two rewards closer than this are the same reward: float noise divided by a tiny std would look like a signal.
 REWARD_DIGITS = 6
-# Added to the std (TRL's; verl 1e-6, OpenRLHF 1e-9). The larger value bounds what near ties are blown up to (ruling D9).
+# Added to the std (TRL's; verl 1e-6, OpenRLHF 1e-9): the larger value bounds what near ties are blown up to (D9).
 STD_EPS = 1e-4
 
 

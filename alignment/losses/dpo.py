@@ -53,23 +53,24 @@ class Pairs:
 
 
 def pairs_from_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, ld_alpha: float = 1.0) -> Pairs:
-    """Pairs from (2B, C) token log-probs whose rows alternate chosen, rejected. ld_alpha: see `ld_weights`."""
-    weights = ld_weights(mask, ld_alpha=ld_alpha)
-    chosen, rejected = masked_sum(logprobs * weights, mask, -1).view(-1, 2).unbind(-1)
-    ref_chosen, ref_rejected = masked_sum(ref_logprobs * weights, mask, -1).view(-1, 2).unbind(-1)
+    """Pairs from (2B, C) token log-probs whose rows alternate chosen, rejected.
+
+    ld_alpha: LD-DPO (2409.06411): tokens beyond the shorter length of a pair weigh ld_alpha, for the policy and the
+    reference alike (so a stored reference must be per token). 1 is DPO, 0 drops the tails; the paper starts at 0.5.
+    """
+    if not 0 <= ld_alpha <= 1:
+        raise ValueError(f"ld_alpha must be in [0, 1], got {ld_alpha}")
+    shared = shared_length(mask)
+    sums = [masked_sum(torch.where(shared, x, ld_alpha * x), mask, -1) for x in (logprobs, ref_logprobs)]
+    (chosen, rejected), (ref_chosen, ref_rejected) = (x.view(-1, 2).unbind(-1) for x in sums)
     num_chosen, num_rejected = mask.sum(-1).to(logprobs.dtype).view(-1, 2).unbind(-1)
     return Pairs(chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected)
 
 
-def ld_weights(mask: Tensor, *, ld_alpha: float) -> Tensor:
-    """LD-DPO (2409.06411): weight 1 for the tokens both lengths share, ld_alpha for the longer one's rest. (2B, C).
-
-    For the policy and the reference alike, so a stored reference must be per token. 1 is DPO, 0 drops the tails.
-    """
-    if not 0 <= ld_alpha <= 1:
-        raise ValueError(f"ld_alpha must be in [0, 1], got {ld_alpha}")
+def shared_length(mask: Tensor) -> Tensor:
+    """(2B, C) bool: the tokens of a row up to the shorter length of its pair."""
     shorter = mask.sum(-1).view(-1, 2).amin(-1).repeat_interleave(2)[:, None]
-    return torch.where(mask.cumsum(-1) <= shorter, 1.0, ld_alpha)
+    return mask.cumsum(-1) <= shorter
 
 
 # ---- f-divergences (2309.16240): what replaces a log-ratio x = log u in losses of the difference -------------------
@@ -115,7 +116,7 @@ def scored(pairs: Pairs, divergence: str, *, alpha: float | None = None) -> Pair
     return dataclasses.replace(pairs, chosen=chosen, rejected=rejected, ref_chosen=zero, ref_rejected=zero)
 
 
-# ---- losses of the difference -----------------------------------------------------------------------------------------
+# ---- losses of the difference -------------------------------------------------------------------------------------
 
 
 def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
@@ -174,7 +175,7 @@ def discopop(pairs: Pairs, *, beta: float, tau: float = 0.05) -> Tensor:
     return -F.logsigmoid(z) * (1 - mix) + (-z).clamp(max=20).exp() * mix
 
 
-# ---- losses of each side ----------------------------------------------------------------------------------------------
+# ---- losses of each side ------------------------------------------------------------------------------------------
 
 
 def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
@@ -189,7 +190,7 @@ def bco_pair(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
-    """SPPO with hard labels (2405.00675 eq. 4.7), beta = 1 / eta (1e-3 in the paper): pulls ratios to +-1 / (2 beta)."""
+    """SPPO with hard labels (2405.00675 eq. 4.7), beta = 1 / eta (1e-3 in the paper): ratios to +-1 / (2 beta)."""
     return (pairs.chosen_ratio - 0.5 / beta) ** 2 + (pairs.rejected_ratio + 0.5 / beta) ** 2
 
 

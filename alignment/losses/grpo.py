@@ -32,6 +32,11 @@ def per_token(advantages: Tensor) -> Tensor:
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
+def either(which: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
+    """yes or no in the dtype of `like`; torch.where of two floats would round them to float32 first."""
+    return torch.where(which, like.new_tensor(yes), like.new_tensor(no))
+
+
 def clip_range(clip_eps: float, clip_eps_high: float | None) -> tuple[float, float]:
     """Bounds of the ratio. Raises ValueError where they are no range around 1."""
     high = clip_eps if clip_eps_high is None else clip_eps_high
@@ -41,7 +46,7 @@ def clip_range(clip_eps: float, clip_eps_high: float | None) -> tuple[float, flo
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float]) -> dict[str, Tensor]:
-    """Whether each token's gradient is cut off: below with A < 0, above with A > 0, either. From the unmodified ratio."""
+    """Whether each token's gradient is cut off: below with A < 0, above with A > 0, either. By the unmodified ratio."""
     ratio, (low, high) = ratio.detach(), bounds
     below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
     names = {"clip_ratio/low": below, "clip_ratio/high": above, "clip_ratio/region": below | above}
@@ -102,7 +107,7 @@ def gspo(
     clip_eps_high: float | None = 4e-4,
     delta: float | None = None,
 ) -> Result:
-    """GSPO (2507.18071 eqs. 5, 7): the clipped surrogate of exp(mean_t log-ratio), one ratio for all tokens of a row."""
+    """GSPO (2507.18071 eqs. 5, 7): the clipped surrogate of exp(mean_t log-ratio), one ratio for a whole row."""
     bounds, advantages = clip_range(clip_eps, clip_eps_high), per_token(advantages)
     ratio = _sequence_log_ratio(logprobs, old_logprobs, mask).exp().expand_as(logprobs)
     return surrogate(ratio, advantages, bounds, delta), clip_stats(ratio, advantages, bounds)
@@ -165,7 +170,7 @@ def sapo(
         raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
     advantages = per_token(advantages)
     ratio = policy_log_ratio(logprobs, old_logprobs).exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = either(advantages > 0, tau_pos, tau_neg, like=ratio)
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {"ratio": ratio.detach()}
 
 
@@ -187,8 +192,8 @@ def vespo(
     advantages = per_token(advantages)
     log_weight = masked_sum(policy_log_ratio(logprobs, old_logprobs), mask, -1)[:, None].detach()
     log_weight = log_weight.clamp(math.log(1e-8), MAX_LOG_RATIO)
-    k = torch.where(advantages >= 0, k_pos, k_neg).to(logprobs.dtype)
-    rate = torch.where(advantages >= 0, lambda_pos, lambda_neg).to(logprobs.dtype)
+    k = either(advantages >= 0, k_pos, k_neg, like=logprobs)
+    rate = either(advantages >= 0, lambda_pos, lambda_neg, like=logprobs)
     gate = (rate + k * log_weight - rate * log_weight.exp()).exp()
     stats = {"ratio": log_weight.exp().expand_as(logprobs), "vespo_weight": gate.expand_as(logprobs)}
     return -gate * advantages * logprobs, stats

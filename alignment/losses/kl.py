@@ -56,7 +56,7 @@ def plain_k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None
 
 
 def plain_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
-    """k3 differentiated, GRPO's own term (2402.03300 eq. 4): pulls along the forward KL; fine close to the reference."""
+    """k3 differentiated, GRPO's own term (2402.03300 eq. 4): pulls along the forward KL; fine near the reference."""
     return k3(logprobs, ref_logprobs)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def nll(logprobs: Tensor) -> Tensor:
-    """-log p per token, (N, C). token_mean of it is the usual loss; seq_mean_token_mean weighs every example the same."""
+    """-log p per token, (N, C). token_mean of it is usual; seq_mean_token_mean weighs every example the same."""
     return -logprobs
 
 

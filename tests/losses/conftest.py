@@ -24,8 +24,15 @@ def to_tensor(value: Any) -> Any:
     if any(isinstance(item, bool) for item in flat):
         return torch.tensor(value)
     if all(item is None or isinstance(item, (int, float)) for item in flat):
-        return torch.tensor(fill(value), dtype=torch.float64)
+        return ragged(value) or torch.tensor(fill(value), dtype=torch.float64)
     return value
+
+
+def ragged(value: Any) -> list[Tensor] | None:
+    """Rows of different lengths, one tensor each."""
+    if not isinstance(value, list) or len({len(row) for row in value if isinstance(row, list)}) < 2:
+        return None
+    return [to_tensor(row) for row in value]
 
 
 def fill(value: Any) -> Any:
