@@ -1,0 +1,108 @@
+"""Sums with one right answer each, made on the spot: what the rewards can verify and a small model can learn."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from alignment.data.messages import turn
+from alignment.data.schema import Form
+from alignment.data.split import hold_out
+from alignment.errors import UserError
+
+SIGNS = {"+": "+", "-": "-", "*": "*"}
+# Difficulty -> operations, and the range of both numbers.
+LEVELS: dict[int, tuple[list[str], int, int]] = {
+    1: (["+"], 1, 9),
+    2: (["+"], 10, 50),
+    3: (["*"], 2, 12),
+    4: (["+", "-", "*"], 10, 99),
+}
+COMMUTATIVE = ("+", "*")
+Problem = tuple[int, str, int]
+
+
+class Arithmetic:
+    """All problems `a op b` with both numbers from low to high, or `num_problems` of them where there are more.
+
+    difficulty: 1 = a + b up to 9 (81 problems), 2 = a + b from 10 to 50 (1,681), 3 = a * b from 2 to 12 (121),
+        4 = sums, differences and products from 10 to 99 (24,300). `operations`, `low` and `high` override its parts.
+    heldout: share below 1, or number, of the problems held out. a + b and b + a stay together, so that no held-out sum
+        has been seen mirrored: at difficulty 1, a quarter is 20 of 81.
+    seed: which problems are held out, and their order; apart from the run's seed, so that runs can be compared.
+    question: what is asked; {a}, {op} and {b} are filled in.
+    """
+
+    def __init__(
+        self,
+        *,
+        difficulty: int = 1,
+        operations: list[str] | None = None,
+        low: int | None = None,
+        high: int | None = None,
+        num_problems: int = 10_000,
+        heldout: float | int = 0.25,
+        seed: int = 0,
+        question: str = "What is {a} {op} {b}? Reply with the number only.",
+    ) -> None:
+        if difficulty not in LEVELS:
+            raise UserError(
+                f"data.difficulty: {difficulty} is none of {', '.join(map(str, LEVELS))}: type data.difficulty=1"
+            )
+        level = LEVELS[difficulty]
+        self.operations = list(dict.fromkeys(operations or level[0]))
+        self.low, self.high = level[1] if low is None else low, level[2] if high is None else high
+        self.num_problems, self.heldout, self.seed, self.question = num_problems, heldout, seed, question
+        unknown = [op for op in self.operations if op not in SIGNS]
+        if unknown:
+            raise UserError(f"data.operations: {unknown[0]!r} is none of + - *: type 'data.operations=[+,*]'")
+        if self.low > self.high:
+            raise UserError(f"data.low: {self.low} is above data.high={self.high}: type data.low={self.high}")
+        if "{a}" not in question or "{b}" not in question or ("{op}" not in question and len(self.operations) > 1):
+            raise UserError("data.question: it must contain {a}, {b} and {op}: type 'data.question=\"{a} {op} {b} =\"'")
+
+    def load(self, form: Form) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """(train rows, held-out rows) as prompts, demonstrations or pairs. UserError for the other forms.
+
+        pairs: the rejected answer is wrong by 1, 2 or 3, and not negative where the right one is not.
+        """
+        if form not in ("prompts", "demonstrations", "pairs"):
+            raise UserError(
+                f"data: arithmetic has prompts, demonstrations and pairs, not {form}: type data=jsonl data.path=<file>"
+            )
+        train, heldout = hold_out(self._problems(), self.heldout, seed=self.seed, key=_twin, name="data.heldout")
+        return [self._row(problem, form) for problem in train], [self._row(problem, form) for problem in heldout]
+
+    def _problems(self) -> list[Problem]:
+        """Every problem once, shuffled; where there are more than wanted, a draw without replacement."""
+        width = self.high - self.low + 1
+        total = len(self.operations) * width * width
+        drawn = random.Random(self.seed).sample(range(total), min(total, self.num_problems))
+        problems = []
+        for number in drawn:
+            rest, b = divmod(number, width)
+            op, a = divmod(rest, width)
+            problems.append((self.low + a, self.operations[op], self.low + b))
+        return problems
+
+    def _row(self, problem: Problem, form: Form) -> dict[str, Any]:
+        a, op, b = problem
+        right = a + b if op == "+" else a - b if op == "-" else a * b
+        text = self.question.replace("{a}", str(a)).replace("{op}", SIGNS[op]).replace("{b}", str(b))
+        row: dict[str, Any] = {"prompt": turn("user", text)}
+        if form == "demonstrations":
+            row["completion"] = turn("assistant", str(right))
+        elif form == "pairs":
+            row["chosen"] = turn("assistant", str(right))
+            row["rejected"] = turn("assistant", str(self._wrong(problem, right)))
+        return row | {"answer": str(right)}
+
+    def _wrong(self, problem: Problem, right: int) -> int:
+        near = [right + step for step in (-3, -2, -1, 1, 2, 3) if right < 0 or right + step >= 0]
+        return random.Random(f"{self.seed} {problem}").choice(near)
+
+
+def _twin(problem: Problem) -> str:
+    """The same for a + b and b + a."""
+    a, op, b = problem
+    return f"{min(a, b)}{op}{max(a, b)}" if op in COMMUTATIVE else f"{a}{op}{b}"
