@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ ROWS: dict[str, set[str]] = {
     "ref_strategy": {"torch", "transformers", "safetensors", "filelock"},
     "reward": {"torch", "transformers", "math_verify", "reasoning_gym"},
     "rollout": {"torch", "transformers"},
-    "data": {"torch", "datasets", "lightning", "reasoning_gym"},
+    "data": {"torch", "transformers", "datasets", "pyarrow", "lightning", "reasoning_gym"},
     "strategy": {"torch", "lightning", "transformers", "deepspeed", "bitsandbytes"},
     "callbacks": {"torch", "lightning", "rich", "tqdm"},
     "algorithm": {"torch", "lightning", "transformers"},
@@ -100,6 +102,15 @@ def test_a_file_imports_only_the_libraries_of_its_row() -> None:
         if name.split(".")[0] not in free | ROWS.get(row, set())
     ]
     assert not wrong
+
+
+def test_every_library_is_declared() -> None:
+    """What is imported is asked for by name, not hoped for as a dependency of something else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[\[<>=!]", requirement)[0].replace("-", "_") for requirement in declared}
+    renamed = {"hydra": "hydra_core", "yaml": "pyyaml"}
+    assert {renamed.get(library, library) for library in set().union(*ROWS.values())} <= names
 
 
 def test_every_package_has_an_init_that_imports_nothing() -> None:
