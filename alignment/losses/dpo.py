@@ -47,21 +47,31 @@ class Pairs:
         return self.chosen_ratio - self.rejected_ratio
 
     @property
+    def chosen_average(self) -> Tensor:
+        """Log-ratio per token; an empty completion divides by 1."""
+        return self.chosen_ratio / self.num_chosen.clamp(min=1)
+
+    @property
+    def rejected_average(self) -> Tensor:
+        return self.rejected_ratio / self.num_rejected.clamp(min=1)
+
+    @property
     def average_margin(self) -> Tensor:
-        """Difference of log-ratios per token."""
-        return self.chosen_ratio / self.num_chosen.clamp(min=1) - self.rejected_ratio / self.num_rejected.clamp(min=1)
+        return self.chosen_average - self.rejected_average
 
 
-def pairs_from_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, ld_alpha: float = 1.0) -> Pairs:
+def pairs_from_tokens(logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, *, ld_alpha: float = 1.0) -> Pairs:
     """Pairs from (2B, C) token log-probs whose rows alternate chosen, rejected.
 
+    ref_logprobs None: a reference of 0, so that ratios are log-probs, for the losses that have no reference.
     ld_alpha: LD-DPO (2409.06411): tokens beyond the shorter length of a pair weigh ld_alpha, for the policy and the
     reference alike (so a stored reference must be per token). 1 is DPO, 0 drops the tails; the paper starts at 0.5.
     """
     if not 0 <= ld_alpha <= 1:
         raise ValueError(f"ld_alpha must be in [0, 1], got {ld_alpha}")
     shared = shared_length(mask)
-    sums = [masked_sum(torch.where(shared, x, ld_alpha * x), mask, -1) for x in (logprobs, ref_logprobs)]
+    reference = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs
+    sums = [masked_sum(torch.where(shared, x, ld_alpha * x), mask, -1) for x in (logprobs, reference)]
     (chosen, rejected), (ref_chosen, ref_rejected) = (x.view(-1, 2).unbind(-1) for x in sums)
     num_chosen, num_rejected = mask.sum(-1).to(logprobs.dtype).view(-1, 2).unbind(-1)
     return Pairs(chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected)
@@ -304,12 +314,14 @@ def wpo_weights(
     return weights, {"wpo_weight": weights}
 
 
-def pair_stats(pairs: Pairs, *, beta: float) -> dict[str, Tensor]:
+def pair_stats(pairs: Pairs, *, beta: float, per_token: bool = False) -> dict[str, Tensor]:
     """Implicit rewards, margins, accuracies (strict: a tie is wrong) and log-probs, (B,), detached.
 
-    Reverse-KL rewards whatever the loss, so that runs compare. Watch logps/chosen fall: likelihood displacement.
+    Reverse-KL rewards whatever the loss, so that runs compare; per token for losses of averages. Watch logps/chosen
+    fall: likelihood displacement.
     """
-    a, b = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
+    sides = (pairs.chosen_average, pairs.rejected_average) if per_token else (pairs.chosen_ratio, pairs.rejected_ratio)
+    a, b = (side.detach() for side in sides)
     return {
         "rewards/chosen": beta * a,
         "rewards/rejected": beta * b,

@@ -1,0 +1,69 @@
+"""Bradley-Terry reward models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from alignment.losses.reward_model import bradley_terry, margin_accuracy, reward_model_stats, score_range
+
+
+def test_rm_bradley_terry(vector: Callable) -> None:
+    v = vector("rm_bradley_terry")
+    chosen, rejected, margin, c = v.leaf("chosen"), v["rejected"], v["margin"], v.params["center_coef"]
+    values, stats = bradley_terry(chosen, rejected)
+    v.check("loss", values.mean())
+    v.check_grad("grad_chosen", values.mean(), chosen)
+    v.check("loss_margin", bradley_terry(chosen, rejected, margin=margin)[0].mean())
+    v.check("loss_centered", bradley_terry(chosen, rejected, center_coef=c)[0].mean())
+    v.check("loss_margin_centered", bradley_terry(chosen, rejected, margin=margin, center_coef=c)[0].mean())
+    v.check("loss_soft_label_0p9", bradley_terry(chosen, rejected, prob_chosen=0.9)[0].mean())
+    v.check("accuracy_strict", stats["accuracy"].mean())
+    v.check("accuracy_half_ties", stats["accuracy_half"].mean())
+    v.check("margin_mean", stats["margin"].mean())
+    for name, value in score_range(chosen, rejected).items():
+        v.check({"std": "std_reward_ddof1"}.get(name, f"{name}_reward"), value)
+
+
+def test_ties_are_reported() -> None:
+    """B64: identical scores for 4 pairs: accuracy 0, half accuracy 0.5, tie rate 1; loss log 2 with no pull apart."""
+    chosen, rejected = (torch.zeros(4, requires_grad=True) for _ in range(2))
+    values, stats = bradley_terry(chosen, rejected)
+    assert {name: stats[name].mean().item() for name in ("accuracy", "accuracy_half", "ties")} == {
+        "accuracy": 0,
+        "accuracy_half": 0.5,
+        "ties": 1,
+    }
+    torch.testing.assert_close(values, torch.full((4,), math.log(2)))
+    assert margin_accuracy(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.5])).tolist() == [
+        1,
+        0,
+    ]
+
+
+def test_soft_labels_of_half_pull_scores_together() -> None:
+    chosen, rejected = torch.tensor([1.0], requires_grad=True), torch.tensor([0.0])
+    (slope,) = torch.autograd.grad(bradley_terry(chosen, rejected, prob_chosen=torch.tensor([0.5]))[0].sum(), chosen)
+    assert slope.item() == pytest.approx(1 / (1 + math.exp(-1)) - 0.5)  # sigmoid(d) - p
+    with pytest.raises(ValueError, match="prob_chosen"):
+        bradley_terry(chosen, rejected, prob_chosen=1.5)
+
+
+def test_properties() -> None:
+    chosen, rejected = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    options = {"margin": torch.rand(4).double(), "prob_chosen": 0.8, "center_coef": 0.01}
+    assert torch.autograd.gradcheck(lambda a, b: bradley_terry(a, b, **options)[0], (chosen, rejected))
+    values, stats = bradley_terry(chosen, rejected)
+    torch.testing.assert_close(bradley_terry(chosen + 3, rejected + 3)[0], values)
+    order = torch.tensor([2, 3, 1, 0])
+    torch.testing.assert_close(bradley_terry(chosen[order], rejected[order])[0], values[order])
+    assert not any(value.requires_grad for value in stats.values())
+    torch.testing.assert_close(stats["confidence"], (-values).exp().detach())
+    torch.testing.assert_close(reward_model_stats(chosen, rejected)["rewards/chosen"], chosen.detach())
+    far = torch.tensor([1e4, -1e4], requires_grad=True)
+    value, _ = bradley_terry(far, -far, center_coef=0.01)
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(torch.autograd.grad(value.sum(), far)[0]).all()
