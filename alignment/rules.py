@@ -47,6 +47,8 @@ COUNTS = {
     "num_nodes",
     "devices",
     "max_new_tokens",
+    "max_batch",
+    "head_chunk_tokens",
     "max_prompt_tokens",
     "max_completion_tokens",
     "every",

@@ -117,6 +117,22 @@ def test_a_good_command_line_is_accepted(argv: list[str]) -> None:
     assert problems(*argv) == []
 
 
+def test_a_file_that_cannot_be_used_is_refused_with_line_and_field(tmp_path: Path) -> None:
+    """Before anything heavy loads, and beside the other problems."""
+    rows = [f'{{"prompt": "What is {number} + 1?", "answer": "{number + 1}"}}' for number in range(30)]
+    rows[11] = '{"answer": "3"}'
+    rows[16] = '{"prompt": "What is'
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    found = problems("data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "algorithm.lr=0")
+    assert len(found) == 3
+    assert found[0].startswith("algorithm.lr: ")
+    assert f"{tmp_path / 'rows.jsonl'}:12: prompt: " in found[1]
+    assert f"{tmp_path / 'rows.jsonl'}:17: " in found[2]
+    (missing,) = problems("data=jsonl", "data.path=nowhere.jsonl")
+    assert missing.startswith("data.path: ")
+    assert "type data.path=" in missing
+
+
 def test_problems_do_not_hide_each_other() -> None:
     found = problems(
         "algorithm.betta=0.1", "algorithm=grpo", "algorithm.group_size=1", "model=nosuch", "reward=[nope]", "x"
