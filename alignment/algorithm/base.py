@@ -60,7 +60,7 @@ class AlignmentModule(L.LightningModule):
         self.policy: nn.Module | None = None
         self.temperature = 1.0
         self.total_steps = 1
-        self.evaluated_step = -1
+        self.start_step = 0  # of a resumed run; the trainer's own counter knows it only once it fits
         self.meter = Meter()
         self.strict_loading = False  # checkpoints hold what is trained, not the frozen weights
 
@@ -136,6 +136,11 @@ class AlignmentModule(L.LightningModule):
 
     # ---- metrics --------------------------------------------------------------------------------------------------
     @property
+    def step(self) -> int:
+        """Optimizer steps done, also in an evaluation before the resumed fit."""
+        return max(self.global_step, self.start_step)
+
+    @property
     def phase(self) -> str:
         return "train" if self.trainer.training else "val"
 
@@ -164,11 +169,9 @@ class AlignmentModule(L.LightningModule):
         self.meter.add("train/grad_norm", norm, 1)
         self.meter.add("train/lr", optimizer.param_groups[0]["lr"], 1)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
-            return
-        if self.global_step % self.trainer.log_every_n_steps == 0 or self.global_step == self.total_steps:
-            self._log(self.meter.flush(self._sum_over_ranks))
+    def log_step(self) -> None:
+        """A row of everything measured since the last one."""
+        self._log(self.meter.flush(self._sum_over_ranks))
 
     def on_validation_start(self) -> None:
         self._set_aside = self.meter
@@ -178,7 +181,6 @@ class AlignmentModule(L.LightningModule):
         metrics = self.meter.flush(self._sum_over_ranks)
         self._log({name: value for name, value in metrics.items() if name.startswith("val/")})
         self.meter = self._set_aside
-        self.evaluated_step = self.global_step
 
     def _log(self, metrics: dict[str, float]) -> None:
         """One row for every logger, at the optimizer's step; callbacks (early stopping, the bar) see the same numbers.
@@ -187,7 +189,7 @@ class AlignmentModule(L.LightningModule):
         """
         self.log_dict(metrics, logger=False, batch_size=1)
         for logger in self.trainer.loggers:
-            logger.log_metrics(metrics=metrics, step=self.global_step)
+            logger.log_metrics(metrics=metrics, step=self.step)
 
     def _sum_over_ranks(self, table: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(table.to(self.device), reduce_op="sum").cpu()

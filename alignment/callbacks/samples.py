@@ -32,9 +32,9 @@ class SamplesCallback(L.Callback):
     ) -> None:
         if not batch.texts or not trainer.is_global_zero or trainer.sanity_checking:
             return
-        self.samples.append(records(batch, phase="val", step=trainer.global_step))
+        self.samples.append(records(batch, phase="val", step=module.step))
         if batch_idx == 0 and self.num_shown:
-            show(batch, self.num_shown, title=f"held-out samples at step {trainer.global_step}")
+            show(batch, self.num_shown, title=f"held-out samples at step {module.step}")
 
 
 def records(batch: Batch, *, phase: str, step: int) -> list[dict]:

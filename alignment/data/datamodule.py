@@ -6,7 +6,7 @@ state: the stream goes on at the restored optimizer step, the rollout at the res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import lightning as L
 import torch
@@ -79,6 +79,12 @@ def _length(example: Example) -> int:
     return len(example.prompt_ids) + sum(map(len, example.completions))
 
 
+def _loader(dataset: Dataset, order: Iterable[int] | None = None) -> DataLoader:
+    """Ready batches in a given order. With a generator of its own: every new iterator draws a seed, and drawn from
+    the global one it would shift the dropout of a resumed or evaluated run."""
+    return DataLoader(dataset, batch_size=None, sampler=order, generator=torch.Generator())
+
+
 class FromStep(Sampler[int]):
     """Indices from the trainer's current optimizer step on; its length stays that of the whole run."""
 
@@ -105,7 +111,7 @@ class AlignmentData(L.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader]:
         batches = [_Collated(rows, self.eval_batch_size, *self._rank()) for rows in self.val_sets]
-        return [DataLoader(dataset, batch_size=None) for dataset in batches]
+        return [_loader(dataset) for dataset in batches]
 
     def _rank(self) -> tuple[int, int]:
         assert self.trainer is not None
@@ -157,7 +163,7 @@ class OfflineData(AlignmentData):
             seed=self.seed,
         )
         assert self.trainer is not None
-        return DataLoader(steps, batch_size=None, sampler=FromStep(steps, self.trainer))
+        return _loader(steps, FromStep(steps, self.trainer))
 
 
 class RolloutBuffer(Dataset):
@@ -209,4 +215,4 @@ class OnlineData(AlignmentData):
 
     def train_dataloader(self) -> DataLoader:
         order = list(range(len(self.rollouts))) * self.num_iterations
-        return DataLoader(self.rollouts, batch_size=None, sampler=order)
+        return _loader(self.rollouts, order)

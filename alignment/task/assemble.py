@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from alignment.algorithm.base import AlignmentModule
 from alignment.batch import Example
 from alignment.callbacks.checkpoint import AtomicCheckpointIO, BoundaryCheckpoint
+from alignment.callbacks.metrics import MetricsCallback
 from alignment.callbacks.progress import RunProgress
 from alignment.callbacks.ref_logprob import RefLogprobCallback
 from alignment.callbacks.rollout import RolloutCallback
@@ -37,6 +38,7 @@ class Assembly:
     data: AlignmentData
     trainer: L.Trainer
     samples: Samples
+    evaluate_every: int  # optimizer steps
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -71,7 +73,8 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     if cfg["trainer"]["enable_progress_bar"]:
         callbacks.append(RunProgress(module.total_steps))
     trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, world_size=world_size)
-    return Assembly(module, data, trainer, samples)
+    every = cfg["evaluation"]["every"] * (module.steps_per_rollout if module.online else 1)
+    return Assembly(module, data, trainer, samples, every)
 
 
 def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
@@ -89,7 +92,7 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
         source=source,
         reference=build(cfg["ref_strategy"]),
         optimizer=build(cfg["optimizer"]),
-        callbacks=[rollout, RefLogprobCallback()],
+        callbacks=[rollout, RefLogprobCallback(), MetricsCallback()],
     )
     if module.online:
         module.temperature = engine.temperature
@@ -101,7 +104,8 @@ def build_data(cfg: dict[str, Any], module: AlignmentModule) -> AlignmentData:
     source_of_rows, evaluation, algorithm = build(cfg["data"]), cfg["evaluation"], cfg["algorithm"]
 
     def encoded(rows: list[dict], form: str) -> list[Example]:
-        examples, report = encode(rows, form, module.source.tokenizer, **cfg["encoding"])
+        source = module.source
+        examples, report = encode(rows, form, source.tokenizer, stop_ids=source.stop_ids, **cfg["encoding"])
         log.info("%s", report.line())
         return examples
 

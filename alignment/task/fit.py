@@ -36,7 +36,7 @@ def run(cfg: dict[str, Any]) -> dict[str, float]:
     try:
         assembly = assemble(cfg, loggers)
         record_start(cfg, assembly, folder, checkpoint)
-        summary = learn(assembly, checkpoint) | {"output_dir": str(folder)}
+        summary = learn(assembly, folder, checkpoint) | {"output_dir": str(folder)}
         finish(assembly, folder, summary)
         failed = False
     finally:
@@ -63,33 +63,44 @@ def quiet_libraries() -> None:
 
 def record_start(cfg: dict[str, Any], assembly: Assembly, folder: Path, checkpoint: Path | None) -> None:
     """manifest.json; on resume, forget what was written after the checkpoint. One process does it."""
+    assembly.module.start_step = int(checkpoint.stem) if checkpoint else 0
     if not assembly.trainer.is_global_zero:
         return
     write_manifest(folder, seed=cfg["seed"], data=assembly.fingerprints)
-    step = int(checkpoint.stem) if checkpoint else 0
-    MetricsFile(folder).truncate_after(step)
-    assembly.samples.truncate_after(step)
+    MetricsFile(folder).truncate_after(assembly.module.start_step)
+    assembly.samples.truncate_after(assembly.module.start_step)
 
 
-def learn(assembly: Assembly, checkpoint: Path | None) -> dict[str, float]:
-    """Evaluate, fit, evaluate. Metrics before training are named `before/...`."""
+def learn(assembly: Assembly, folder: Path, checkpoint: Path | None) -> dict[str, float]:
+    """Evaluate, fit, evaluate; returns the last metrics, and the first evaluation's as `before/...`."""
     module, data, trainer = assembly.module, assembly.data, assembly.trainer
     started = time.perf_counter()
-    evaluates = bool(data.val_sets)
-    before: dict[str, float] = {}
-    if evaluates and checkpoint is None:
-        trainer.validate(module, datamodule=data, verbose=False)
-        before = {name.replace("val/", "before/"): float(v) for name, v in trainer.callback_metrics.items()}
+    if module.start_step == 0 or module.start_step % assembly.evaluate_every == 0:
+        evaluate_once(assembly, folder, checkpoint)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if evaluates and module.evaluated_step != trainer.global_step:
-        trainer.validate(module, datamodule=data, verbose=False)
-        metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= evaluate_once(assembly, folder, None)
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics |= {"steps": trainer.global_step, "seconds": time.perf_counter() - started, "peak_rss_gib": usage / 2**20}
     if torch.cuda.is_available():
         metrics["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return {name: value for name, value in (before | metrics).items() if name != "step"}
+    return {name.replace("val/", "before/"): value for name, value in evaluated(folder, 0).items()} | metrics
+
+
+def evaluate_once(assembly: Assembly, folder: Path, checkpoint: Path | None) -> dict[str, float]:
+    """The held-out metrics of this step: measured now, unless they are in metrics.csv already."""
+    module, data, trainer = assembly.module, assembly.data, assembly.trainer
+    found = evaluated(folder, module.step)
+    if data.val_sets and not trainer.strategy.broadcast(found):
+        trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        found = evaluated(folder, module.step)
+    return found
+
+
+def evaluated(folder: Path, step: int) -> dict[str, float]:
+    """The held-out metrics of a step, from metrics.csv."""
+    rows = [row for row in MetricsFile(folder).read() if row["step"] == step and row["phase"] == "val"]
+    return {name: value for row in rows for name, value in row.items() if name.startswith("val/") and value is not None}
 
 
 def finish(assembly: Assembly, folder: Path, summary: dict[str, Any]) -> None:

@@ -1,0 +1,77 @@
+"""Every algorithm with every reference strategy that its class and the strategy's say is possible; the rest is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import run
+from alignment.errors import ConfigError
+from alignment.signatures import declared
+
+CONF = Path(run.__file__).parent / "conf"
+ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+STRATEGIES = sorted(path.stem for path in (CONF / "ref_strategy").glob("*.yaml"))
+# Two steps or rollouts of the smallest batches that every algorithm takes.
+SMALL = [
+    "model=tiny",
+    "trainer.precision=32-true",
+    "trainer.enable_progress_bar=false",
+    "evaluation.num_prompts=4",
+    "evaluation.every=1",
+    "checkpoint.every=1",
+]
+ONLINE = [
+    "algorithm.num_rollouts=2",
+    "algorithm.num_prompts=2",
+    "algorithm.microbatch_size=8",
+    "rollout.max_new_tokens=4",
+]
+OFFLINE = ["algorithm.max_steps=2", "algorithm.batch_size=4", "algorithm.microbatch_size=2", "rollout.max_new_tokens=4"]
+
+
+def target(group: str, name: str) -> str:
+    """The class of an option, through the options it extends."""
+    node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    if "_target_" in node:
+        return node["_target_"]
+    return target(group, next(base for base in node["defaults"] if base != "_self_"))
+
+
+def says(group: str, name: str, what: str, default):
+    return declared(target(group, name), what, default)
+
+
+def possible(algorithm: str, strategy: str) -> bool:
+    provides = says("ref_strategy", strategy, "provides_reference", True)
+    if not provides:
+        return says("algorithm", algorithm, "reference_need", "optional") == "optional"
+    return not (says("ref_strategy", strategy, "offline_only", False) and says("algorithm", algorithm, "online", False))
+
+
+def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
+    online = says("algorithm", algorithm, "online", False)
+    where = [f"output_dir={folder}", f"algorithm={algorithm}", f"ref_strategy={strategy}"]
+    return [*where, *SMALL, *(ONLINE if online else OFFLINE)]
+
+
+GRID = [(algorithm, strategy) for algorithm in ALGORITHMS for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(("algorithm", "strategy"), [pair for pair in GRID if possible(*pair)])
+def test_it_runs_and_leaves_a_whole_folder(algorithm: str, strategy: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path / "cache"))
+    summary = run.run(arguments(algorithm, strategy, tmp_path / "run"))
+    assert summary["steps"] == 2
+    assert summary["train/loss"] == summary["train/loss"]  # a number, not NaN
+    names = {"config.yaml", "manifest.json", "metrics.csv", "samples.jsonl", "summary.json", "curves.png", "model"}
+    assert names <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize(("algorithm", "strategy"), [pair for pair in GRID if not possible(*pair)])
+def test_the_impossible_is_refused_by_name(algorithm: str, strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ref_strategy: .*type "):
+        run.run(arguments(algorithm, strategy, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
