@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from alignment.batch import Batch
 from alignment.errors import UserError
 from alignment.model import shared_attention
+from alignment.model.fused_lora import fuse_lora
 from alignment.model.head import LogitMap, as_forward_of, head_scores
 from alignment.model.shared_attention import SharedRow
 
@@ -156,6 +157,7 @@ def _anatomy(causal: PreTrainedModel, forward: Callable[..., Any], batch: Batch)
     """Found out once per model with a forward of four tokens, so every rank of a sharded model does it together."""
     known = _anatomies.get(causal)
     if known is None or known.attention != causal.config._attn_implementation:
+        fuse_lora(causal)
         token = batch.prompt_ids[batch.prompt_mask][:1]
         known = _anatomies[causal] = _examine(causal, forward, token)
     return known

@@ -293,7 +293,7 @@ def test_a_head_that_is_not_all_there_is_to_it_is_refused(tiny_llama: LlamaForCa
     class Doubled(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
-            output.logits = output.logits * 2
+            output.logits = 2 * output.logits  # type: ignore[operator]
             return output
 
     with pytest.raises(UserError, match="the logits of Doubled are not its output embedding"):
