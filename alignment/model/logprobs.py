@@ -73,6 +73,7 @@ def completion_logprobs(
     """
     if path not in PATHS:
         raise UserError(f"model.shared_prompt: {path!r} is none of {', '.join(PATHS)}: type model.shared_prompt=auto")
+    _check_rows(batch)
     wanted = {*stats, *(["entropy"] if entropy or entropy_grad else [])}
     causal = causal_lm(model)
     forward = causal.forward
@@ -100,6 +101,7 @@ def completion_states(model: nn.Module, batch: Batch, *, path: str = "auto", bef
     Row k belongs to the k-th True of `batch.completion_mask`. `before`: the state that predicts the token (a critic
     judges what came before the token); otherwise the state at the token (a reward model reads it at the last one).
     """
+    _check_rows(batch)
     causal = causal_lm(model)
     forward = causal.forward
     return as_forward_of(causal, lambda: _token_states(causal, _anatomy(causal, forward, batch), batch, path, before))
@@ -119,6 +121,17 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             f"expected a Hugging Face causal LM (a backbone and an output embedding), got {type(base).__name__}"
         )
     return base
+
+
+def _check_rows(batch: Batch) -> None:
+    if not batch.group_size:
+        raise UserError("the batch holds prompts only: log-probs need completions, sample them first")
+    empty = (~batch.prompt_mask.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise UserError(
+            f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its completions: "
+            "give it a BOS token, or drop the row"
+        )
 
 
 def _head(causal: PreTrainedModel) -> nn.Module:
@@ -276,21 +289,11 @@ def _choose(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str) 
 
 def _token_states(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str, before: bool) -> Tensor:
     """(number of completion tokens, H): the last hidden state before, or at, each of them."""
-    _check_prompts(batch)
     states = {"dense": _dense, "packed": _packed, "cache": _cached}[_choose(causal, anatomy, batch, path)]
     # Under autocast an adapter's product casts its input itself; PEFT would first blow it up to float32 and back.
     casts = torch.is_autocast_enabled(batch.prompt_ids.device.type)
     with disable_input_dtype_casting(causal) if casts else contextlib.nullcontext():
         return states(causal, batch, before)
-
-
-def _check_prompts(batch: Batch) -> None:
-    empty = (~batch.prompt_mask.any(1)).nonzero().flatten().tolist()
-    if empty:
-        raise UserError(
-            f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its completions: "
-            "give it a BOS token, or drop the row"
-        )
 
 
 def _fed(batch: Batch, before: bool) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,17 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from alignment.batch import Batch, Example, collate
@@ -147,8 +151,10 @@ def test_float64_and_bf16(tiny_llama: LlamaForCausalLM, path: str) -> None:
     torch.testing.assert_close(double.float(), naive(single, rows), rtol=RTOL, atol=ATOL)
     with torch.autocast("cpu", torch.bfloat16):
         half = completion_logprobs(single, batch, path=path).logprobs
-    assert half.dtype == torch.float32
-    assert (half - double).abs().max() < 0.05  # bf16 keeps 8 bits
+    stored = completion_logprobs(single.bfloat16(), batch, path=path).logprobs
+    for low in (half, stored):
+        assert low.dtype == torch.float32
+        assert (low - double).abs().max() < 0.05  # bf16 keeps 8 bits
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -306,6 +312,8 @@ def test_refuses_what_it_cannot_do_right(tiny_llama: LlamaForCausalLM) -> None:
         completion_logprobs(tiny_llama, batch, path="fast")
     with pytest.raises(UserError, match="prompt 1 of the batch has no tokens"):
         completion_logprobs(tiny_llama, collate([Example([3], [[4]]), Example([], [[5]])]))
+    with pytest.raises(UserError, match="the batch holds prompts only"):
+        completion_logprobs(tiny_llama, collate([Example([3], [])]))
     with pytest.raises(UserError, match="expected a Hugging Face causal LM"):
         completion_logprobs(tiny_llama.model, batch)
     with pytest.raises(UserError, match="greedy decoding"):
@@ -386,6 +394,27 @@ def test_hooks_of_the_root_see_the_computation(tiny_llama: LlamaForCausalLM) -> 
     completion_logprobs(tiny_llama, collate(examples(GROUPS[2])))
     assert calls == [1]
     assert "forward" not in vars(tiny_llama)
+
+
+def test_sharded_weights_give_the_same(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """FSDP2 keeps weights in pieces and joins them in hooks, here in a group of one process."""
+    batch = collate(examples(GROUPS[2]))
+    policy = lora(tiny_llama)
+    randomise_adapter(policy)
+    want = completion_logprobs(policy, batch).logprobs
+    want_gradients = gradients(policy, want)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (*tiny_llama.model.layers, tiny_llama):
+            fully_shard(part, mesh=mesh)
+        for path in PATHS:
+            got = completion_logprobs(policy, batch, path=path).logprobs
+            torch.testing.assert_close(got, want, rtol=RTOL, atol=ATOL)
+            whole = {name: gradient.full_tensor() for name, gradient in gradients(policy, got).items()}  # type: ignore[attr-defined]
+            assert_same_gradients(whole, want_gradients)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_padded_batch_gives_the_same_as_a_tight_one(tiny_llama: LlamaForCausalLM) -> None:
