@@ -104,7 +104,7 @@ class Decoder:
             if not self.ready:
                 self._prefill()
             else:
-                self._attempt(lambda: self._enter(free))  # noqa: B023 (called at once)
+                self._attempt(lambda: self._enter(free))
 
     def _prefill(self) -> None:
         """One forward over the contexts of about half a batch of rows; draws the first token of each row."""

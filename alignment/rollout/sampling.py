@@ -87,7 +87,8 @@ def draw(weights: Tensor, uniforms: Tensor, sums: Tensor | None = None) -> Tenso
     entries = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(-1, entries.clamp(max=weights.shape[-1] - 1)).where(entries < weights.shape[-1], 0.0)
     entry, _ = _first_above(inside.double().cumsum(-1), (target - before)[:, 0])
-    return (block * BLOCK + entry)[:, 0]
+    # With a NaN among the weights every comparison is false and the search ends behind the vocabulary.
+    return (block * BLOCK + entry)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def _first_above(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

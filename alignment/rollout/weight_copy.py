@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,31 +30,30 @@ class WeightCopy:
         self.model = _empty_like(base, dtype)
         _copy_buffers(base, self.model)
         tied = {name for group in _tied_names(self.model) for name in group}
-        sources, seen = {}, set()
-        for name, tensor in self._fill(policy, changed_only=False):
-            seen.add(name)
-            if name in tied:
-                sources[name] = tensor
-        if missing := self.model.state_dict().keys() - seen:
+        done = self._fill(policy, changed_only=False, keep=tied)
+        if missing := self.model.state_dict().keys() - done.keys():
             raise UserError(f"{type(base).__name__} gives no weight {min(missing)}")
-        self._untie(sources)
+        self._untie({name: tensor for name, tensor in done.items() if tensor is not None})
 
     def refresh(self, policy: nn.Module) -> None:
         """Take over whatever training, or another adapter, may have changed."""
-        for _ in self._fill(policy, changed_only=True):
-            pass
+        self._fill(policy, changed_only=True)
 
     @torch.no_grad()
-    def _fill(self, policy: nn.Module, *, changed_only: bool):
-        """Copy the merged weights one by one; yields what was copied."""
+    def _fill(self, policy: nn.Module, *, changed_only: bool, keep: Collection[str] = ()) -> dict[str, Tensor | None]:
+        """Copy the merged weights one by one; returns their names, with the tensor itself for those in `keep`."""
+        done: dict[str, Tensor | None] = {}
         targets = self.model.state_dict(keep_vars=True)
-        for name, tensor in merged_weights(policy, changed_only=changed_only):
-            tensor = _whole(tensor)
-            target = targets.get(name)
-            if target is None or target.shape != tensor.shape:
-                raise UserError(f"weight {name} {list(tensor.shape)} is not one of a plain {type(self.model).__name__}")
-            target.copy_(tensor)
-            yield name, tensor
+        with torch.autocast(self.model.device.type, enabled=False):  # it would multiply adapters in the short format
+            for name, tensor in merged_weights(policy, changed_only=changed_only):
+                whole, target = _whole(tensor), targets.get(name)
+                if target is None or target.shape != whole.shape:
+                    raise UserError(
+                        f"weight {name} {list(whole.shape)} is not one of a plain {type(self.model).__name__}"
+                    )
+                target.copy_(whole)
+                done[name] = whole if name in keep else None
+        return done
 
     def _untie(self, sources: dict[str, Tensor]) -> None:
         """Give weights that share memory here but not in the policy (an adapter on one of them) each their own."""
