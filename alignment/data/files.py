@@ -154,20 +154,31 @@ def _csv(file: Path, delimiter: str) -> Iterator[Found]:
         yield str(file), RowProblem("", f"is not UTF-8 (byte {error.start + 1})", "save the file as UTF-8")
         return
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    header = next(reader, [])
-    twice = [name for name, count in Counter(header).items() if count > 1]
-    if not any(name.strip() for name in header) or twice:
-        what = f"names {twice[0]!r} twice" if twice else "has no names"
-        yield f"{file}:1", RowProblem("", f"the header {what}", "write the names of the columns into the first line")
-        return
-    line = reader.line_num + 1
+    line, header = 1, None
     try:
         for cells in reader:
-            if cells:
+            if header is None:
+                header = cells
+                wrong = _header_problem(header)
+                if wrong:
+                    yield f"{file}:1", wrong
+                    return
+            elif cells:
                 yield f"{file}:{line}", _record(header, cells)
             line = reader.line_num + 1
     except csv.Error as error:
         yield f"{file}:{line}", RowProblem("", f"is not CSV ({error})", "mend it")
+
+
+def _header_problem(header: list[str]) -> RowProblem | None:
+    twice = [name for name, count in Counter(header).items() if count > 1]
+    if not any(name.strip() for name in header):
+        what = "the header has no names"
+    elif twice:
+        what = f"the header names {twice[0]!r} twice"
+    else:
+        return None
+    return RowProblem("", what, "write the names of the columns into the first line")
 
 
 def _record(header: list[str], cells: list[str]) -> dict[str, Any] | RowProblem:

@@ -223,37 +223,42 @@ class _Chat:
 
     def head(self, prompt: list[Message]) -> str:
         """All that a model sees before it speaks. A prompt that ends in an assistant's turn is to be gone on with."""
-        if prompt[-1]["role"] == "assistant":
-            return self.show(prompt, continue_final_message=True)
-        return self.show(prompt, add_generation_prompt=True)
+        begun = prompt[-1]["role"] == "assistant"
+        head = self.show(prompt, continue_final_message=begun, add_generation_prompt=not begun)
+        words = prompt[-1]["content"].split()
+        if words and words[-1] not in head and prompt[-1]["role"] == "user":
+            what = "the chat template leaves out what the last turn says"
+            raise RowProblem("prompt", what, "set another model.chat_template")
+        return head
 
     def segments(self, prompt: list[Message], completion: list[Message], head: str) -> list[Segment]:
         """The completion after `head`, cut where learning begins and ends."""
         messages = _joined(prompt, completion)
         whole = self.show(messages)
+        first = len(messages) - len(completion)
         if not whole.startswith(head):
-            if len(completion) == 1:
-                return self._after_opening(messages, head)
-            raise _rewritten(len(prompt))
-        spans = self._marked(messages, whole, len(head))
-        if spans is None:
-            spans = list(self._turns(messages, len(messages) - len(completion), whole, head))
-        return _cut(whole, len(head), spans)
+            if len(completion) > 1:
+                raise _rewritten(first)
+            segments = self._after_opening(messages, head)
+        else:
+            _check_shown(completion, whole[len(head) :])
+            turns = list(self._turns(messages, first, whole, head))
+            segments = _cut(whole, len(head), self._marked(messages, whole, turns))
+        return segments
 
     def _turns(self, messages: list[Message], first: int, whole: str, head: str) -> Iterator[tuple[int, int]]:
-        """(start, end) in `whole` of each learned turn from `first` on."""
+        """(start, end) in `whole` of each learned turn from `first` on, as it was when it was the last one."""
         for i in range(first, len(messages)):
             if not is_learned(messages[i]):
                 continue
             before = head if i == first else self.show(messages[:i], add_generation_prompt=True)
-            if not whole.startswith(before):
+            then = whole if i + 1 == len(messages) else self.show(messages[: i + 1])
+            if not then.startswith(before):
                 raise _rewritten(i)
-            until = len(whole)
-            if i + 1 < len(messages):
-                until = shared_length(self.show(messages[: i + 1]), whole)
-            if until < len(before):
+            end = len(before) + self._end(then[len(before) :], messages[i]["content"])
+            if whole[:end] != then[:end]:
                 raise _rewritten(i)
-            yield len(before), len(before) + self._end(whole[len(before) : until], messages[i]["content"])
+            yield len(before), end + self._stop_at(whole[:end], whole[end:])
 
     def _end(self, text: str, content: str) -> int:
         """Where a rendered turn ends: after its end token, without the line break that templates put behind it."""
@@ -264,14 +269,20 @@ class _Chat:
             return min(ends)
         return len(text.rstrip()) if text[after:].strip() else len(text)
 
-    def _marked(self, messages: list[Message], whole: str, start: int) -> list[tuple[int, int]] | None:
-        """(start, end) of what the template's {% generation %} blocks cover from `start` on; None without such blocks.
+    def _stop_at(self, before: str, after: str) -> int:
+        """Length of the end token with which `after` begins; 0 where `before` has ended in one already."""
+        stops = self.template.stop_texts
+        return 0 if before.endswith(tuple(stops)) else next((len(stop) for stop in stops if after.startswith(stop)), 0)
 
-        The blocks are read by rendering once more with a character in their place. An end token right behind a block
-        belongs to it: some templates leave it out, and their models would never learn to stop.
+    def _marked(self, messages: list[Message], whole: str, turns: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What of the turns the template's {% generation %} blocks cover; the turns themselves without such blocks.
+
+        The blocks are read by rendering once more with a character in their place. The header before a turn is not
+        learned even where a block covers it: it is there when a model is sampled. The end token right behind a block
+        is, where a template leaves it out: its model would never learn to stop.
         """
         if not MARKER.search(self.source):
-            return None
+            return turns
         # A block in place of a block: the white space that Jinja trims around it stays the same.
         mark = "{{%{} if true %}}{}{{% endif {}%}}"
         source = MARKER.sub(lambda m: mark.format(m[1], CLOSE if m[2] else OPEN, m[3]), self.source)
@@ -285,22 +296,35 @@ class _Chat:
             if piece == OPEN:
                 opened = at
             elif piece == CLOSE:
-                stop = next((s for s in self.template.stop_texts if whole.startswith(s, at)), "")
-                spans.append((max(opened, start), at + len(stop)))
+                end = at + self._stop_at(whole[:at].rstrip(), whole[at:])
+                spans += [(max(opened, start), min(end, stop)) for start, stop in turns]
             else:
                 at += len(piece)
-        return [(begin, end) for begin, end in spans if end > begin]
+        return spans
 
     def _after_opening(self, messages: list[Message], head: str) -> list[Segment]:
         """A reply whose beginning the generation prompt holds already (<think>), and the template drops later."""
         probe = self.show([*messages[:-1], messages[-1] | {"content": PROBE}])
         common = head[: shared_length(head, probe)]
         opening, content = head[len(common) :], messages[-1]["content"]
-        if not probe.startswith(common + PROBE) or not content.startswith(opening):
-            what = f"does not go on from {shown(opening)}, with which the chat template opens the reply"
-            raise RowProblem("completion", what, "begin the completion with it, or set another model.chat_template")
+        if not opening or not probe.startswith(common + PROBE) or not content.startswith(opening):
+            what = f"does not go on from {shown(head[-20:])}, with which the chat template opens the reply"
+            todo = f"begin it with {shown(opening)}" if opening else "take its reasoning out"
+            raise RowProblem("completion", what, f"{todo}, or set another model.chat_template")
         text = content[len(opening) :] + probe.partition(PROBE)[2]
         return [Segment(text[: self._end(text, content[len(opening) :])])]
+
+
+def _check_shown(messages: list[Message], text: str) -> None:
+    """RowProblem where the template leaves out what a turn says, as those written for lists of parts do with text.
+
+    Templates may trim and take reasoning apart; the last word of a turn is what none of them changes.
+    """
+    for place, message in enumerate(messages):
+        words = message["content"].split()
+        if words and is_learned(message) and words[-1] not in text:
+            what = f"the chat template leaves out what turn {place} of the completion says"
+            raise RowProblem("completion", what, "set another model.chat_template")
 
 
 def _rewritten(place: int) -> Rewritten:
@@ -319,9 +343,12 @@ def _joined(prompt: list[Message], completion: list[Message]) -> list[Message]:
 def _cut(whole: str, start: int, spans: list[tuple[int, int]]) -> list[Segment]:
     """The text from `start` to the end of the last span, in learned and other segments."""
     segments = []
-    for begin, end in spans:
+    for begin, end in sorted(spans):
+        begin = max(begin, start)  # marks may overlap: each stretch comes once
+        if end <= begin:
+            continue
         if begin > start:
             segments.append(Segment(whole[start:begin], "none"))
         segments.append(Segment(whole[begin:end]))
         start = end
-    return [part for part in segments if part.text]
+    return segments
