@@ -57,7 +57,7 @@ def bco(
     beta: float,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """BCO (2404.04656 eq. 8): -log sigmoid(+-(r - shift)), r = beta * log-ratio of the sums, (N,).
+    """BCO (2404.04656): -log sigmoid(+-(r - shift)), r = beta * log-ratio of the sums, (N,).
 
     shift: a scalar of `SHIFTS`, detached. weights: from `udm_weights`. Statistics (N,), as for KTO.
     """

@@ -16,7 +16,7 @@ def _kl(logp: Tensor, logq: Tensor) -> Tensor:
 def generalized_jsd(
     student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GKD (2306.13649 eq. 1): beta KL(teacher || M) + (1 - beta) KL(student || M).
+    """GKD (2306.13649): beta KL(teacher || M) + (1 - beta) KL(student || M).
 
     M = (1 - beta) student + beta teacher.
     logits (..., V) -> values (...): give it any chunk of tokens, whole vocabularies of long batches do not fit twice.

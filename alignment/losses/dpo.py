@@ -165,7 +165,7 @@ def ipo(pairs: Pairs, *, beta: float, length_average: bool = True) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
-    """Length-normalised DPO (Tülu 3, 2411.15124 eq. 6): per-token ratios, so beta is about 5, not 0.1."""
+    """Length-normalised DPO (Tülu 3, 2411.15124): per-token ratios, so beta is about 5, not 0.1."""
     return -F.logsigmoid(beta * pairs.average_margin)
 
 

@@ -141,7 +141,7 @@ def cispo(
 ) -> Result:
     """CISPO: -sg(clip(r, is_weight_min, is_weight_max)) A log p; every token keeps a gradient.
 
-    MiniMax-M1 (2506.13585 eqs. 4, 5) clips on both sides, ScaleRL (2510.13786) only above, at 5. The bounds are
+    MiniMax-M1 (2506.13585) clips on both sides, ScaleRL (2510.13786) only above, at 5. The bounds are
     absolute weights, not distances from 1 (ruling D13). Clip statistics: weights that hit a bound.
     """
     if not 0 <= is_weight_min < is_weight_max:

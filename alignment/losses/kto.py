@@ -24,7 +24,7 @@ def mismatched(num_rows: int) -> list[int]:
 
 
 def kl_baseline(kl_logprobs: Tensor, kl_ref_logprobs: Tensor) -> Tensor:
-    """z0 = max(0, mean log-ratio of mismatched pairs), a detached scalar (2402.01306 section 4.1).
+    """z0 = max(0, mean log-ratio of mismatched pairs), a detached scalar (2402.01306).
 
     Over all ranks: gather the (N,) sums first, since the clamp comes after the mean.
     """
@@ -54,7 +54,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KTO (2402.01306 eqs. 7, 8): weight * (1 - sigmoid(+-beta (log-ratio - z0))), kl = z0 from `kl_baseline`.
+    """KTO (2402.01306): weight * (1 - sigmoid(+-beta (log-ratio - z0))), kl = z0 from `kl_baseline`.
 
     The mean over all rows is the loss.
     """

@@ -76,7 +76,7 @@ def mixture_logprobs(policy_logits: Tensor, ref_logits: Tensor, *, mixture_coef:
 def nash_md(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, win_prob: Tensor, *, beta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Nash-MD (2312.00886 section 7): [beta sg(sum_t d) - (P - 1/2)] sum_t log p, (N,), d the log-ratio.
+    """Nash-MD (2312.00886): [beta sg(sum_t d) - (P - 1/2)] sum_t log p, (N,), d the log-ratio.
 
     win_prob P (N,): that the policy's sample beats the mixture's; 1/2 is the control variate. The KL is the whole
     sequence's (ruling D17): weighing each token by its own d is a partial gradient.

@@ -19,7 +19,7 @@ def ranked(mask: Tensor) -> Tensor:
 
 
 def plackett_luce(scores: Tensor, mask: Tensor) -> Tensor:
-    """-sum_k [s_k - logsumexp(s_k .. s_K)]: NLL of the whole order (DPO, 2305.18290 eq. 18). K = 2 is Bradley-Terry.
+    """-sum_k [s_k - logsumexp(s_k .. s_K)]: NLL of the whole order (DPO, 2305.18290 App. A.3). K = 2 is Bradley-Terry.
 
     Ties: average over the orders of the tied, or use `all_pairs`.
     """
@@ -43,7 +43,7 @@ def all_pairs(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def ranked_dpo(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, beta: float) -> Tensor:
-    """Plackett-Luce DPO (2305.18290 eq. 20): scores are beta * log-ratios of the sequence sums (N, K)."""
+    """Plackett-Luce DPO (2305.18290 App. A.3): scores are beta * log-ratios of the sequence sums (N, K)."""
     return plackett_luce(beta * (logprobs - ref_logprobs), mask)
 
 

@@ -31,7 +31,7 @@ def blend_(reference: Iterable[Tensor], policy: Iterable[Tensor], *, alpha: floa
 def bema_weights(
     step: int, *, lag: float = 10.0, multiplier: float = 1.0, bias_power: float = 0.2, ema_power: float = 0.5
 ) -> tuple[float, float]:
-    """BEMA's (2508.00180 algorithm 1) alpha_t = (lag + multiplier t)^-bias_power and beta_t with ema_power."""
+    """BEMA's (2508.00180) alpha_t = (lag + multiplier t)^-bias_power and beta_t with ema_power."""
     base = lag + multiplier * step
     return base**-bias_power, base**-ema_power
 

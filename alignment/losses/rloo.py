@@ -26,5 +26,5 @@ def sequence_clipped_loss(
 
 
 def reinforce(sequence_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A log p(completion), (N,): RLOO's own estimator (2402.14740 eq. 7), for samples of the current policy."""
+    """-A log p(completion), (N,): RLOO's own estimator (2402.14740), for samples of the current policy."""
     return -advantages * sequence_logprobs

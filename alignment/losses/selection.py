@@ -33,7 +33,7 @@ def selected_mask(mask: Tensor, selected: Tensor) -> Tensor:
 
 
 def acceptance(rewards: Tensor, *, beta: float) -> Tensor:
-    """RSO (2309.06657 algorithm 1): probability exp((r - max r) / beta) to accept each sample, (B, n).
+    """RSO (2309.06657): probability exp((r - max r) / beta) to accept each sample, (B, n).
 
     The accepted are distributed as proposal * exp(r / beta). beta -> 0 is best-of-n; equal rewards accept all. An
     unscorable sample is never accepted.

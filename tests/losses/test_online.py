@@ -105,7 +105,7 @@ def test_nash_md_loss(vector: Callable) -> None:
 
 
 def test_nash_md_is_a_policy_gradient() -> None:
-    """Each token of a row has the row's coefficient beta * KL - (P - 1/2), nothing outside the mask; extremes finite."""
+    """Each token of a row has the row's coefficient beta * KL - (P - 1/2), nothing outside the mask."""
     logprobs = -torch.rand(3, 4, dtype=torch.float64)
     ref, win = -torch.rand(3, 4, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
     mask = torch.arange(4)[None] < torch.tensor([4, 1, 0])[:, None]
