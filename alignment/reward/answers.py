@@ -3,7 +3,7 @@ r"""Find the answer in a completion, and compare two answers: the one normaliser
 **Where the answer is** (`extract`), by form:
 
 - `strict`: the first that is there of the last `\boxed{}` or `\fbox{}`; what follows the last `####`; what follows the
-  last "answer is" or "answer:"; a number after the `=` that ends the text; the whole text.
+  last "answer is" or "answer:"; a number after the `=` (or "equals") that ends the text; the whole text.
 - `boxed`, `hash`, `whole`: only that form.
 - `last_number`: the last number anywhere. Flexible: it pays for a number mentioned in passing, so it is no default.
 
@@ -33,7 +33,7 @@ Form = Literal["strict", "boxed", "hash", "whole", "last_number"]
 BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 ANSWER_IS = re.compile(r"\banswer\b[\s*_\"']{0,4}(?:is\b|[:=])[\s:=*_]{0,8}", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
-EQUALS = re.compile(r"(?<![=<>!])=(?!=)")
+EQUALS = re.compile(r"(?<![=<>!])=(?!=)|\bequals\b|\bis equal to\b")
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d+|\.(?!\d))?|\.\d+)"
@@ -173,7 +173,7 @@ def _hedges(text: str) -> bool:
 
 
 def _after_equals(text: str) -> str | None:
-    """The number after the last `=` of the last line, if nothing but its unit follows."""
+    """The number after the last `=` or "equals" of the last line, if nothing but its unit follows."""
     line = text.strip().rpartition("\n")[2]
     signs = [match.end() for match in EQUALS.finditer(line)]
     answer = line[signs[-1] :].strip() if signs else ""

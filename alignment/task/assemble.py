@@ -172,6 +172,7 @@ def build_trainer(
         plugins=[AtomicCheckpointIO()],
         default_root_dir=cfg["output_dir"],
         use_distributed_sampler=False,
+        inference_mode=False,  # a tensor born in it (the sampler's copy of the weights) could never be written again
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
