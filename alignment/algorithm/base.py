@@ -37,6 +37,13 @@ class AlignmentModule(L.LightningModule):
     # Smallest group size that means anything.
     min_group: ClassVar[int] = 1
 
+    policy: nn.Module | None
+    reference: Reference
+    total_steps: int
+    start_step: int
+    microbatch_size: int
+    beta: float = 0.0
+
     def __init__(
         self,
         source,
@@ -57,7 +64,7 @@ class AlignmentModule(L.LightningModule):
             lr_schedule,
             warmup_ratio,
         )
-        self.policy: nn.Module | None = None
+        self.policy = None
         self.temperature = 1.0
         self.total_steps = 1
         self.start_step = 0  # of a resumed run; the trainer's own counter knows it only once it fits
@@ -67,8 +74,8 @@ class AlignmentModule(L.LightningModule):
     # ---- building -------------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         if self.policy is None:
-            self.policy = self.source.policy()
-            self.reference.attach(self.source, self.policy)
+            policy = self.policy = self.source.policy()
+            self.reference.attach(self.source, policy)
 
     def configure_callbacks(self) -> list[L.Callback]:
         return self.callbacks

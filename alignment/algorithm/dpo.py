@@ -59,7 +59,7 @@ class DPO(OfflineModule):
     ) -> None:
         super().__init__(*passed, **common)
         self.beta, self.ld_alpha, self.wpo, self.nll_weight = beta, ld_alpha, wpo, nll_weight
-        names = [loss] if isinstance(loss, str) else list(loss)
+        names: list[str] = [loss] if isinstance(loss, str) else list(loss)
         if wpo and (sorts := SORTED_LOSSES.intersection(names)):
             raise UserError(
                 f"algorithm.wpo: {min(sorts)} sorts the batch, no weight belongs to a pair: type algorithm.wpo=false"

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -33,18 +32,16 @@ class BoundaryCheckpoint(Checkpoint):
     def __init__(self, folder: Path, *, online: bool, every: int, keep: int) -> None:
         self.folder, self.online, self.every, self.keep = folder, online, every, keep
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         at_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not self.online and at_step and trainer.global_step % self.every == 0:
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if self.online and (trainer.current_epoch + 1) % self.every == 0:
             self._save(trainer)
 
-    def _save(self, trainer: L.Trainer) -> None:
+    def _save(self, trainer: Any) -> None:
         trainer.save_checkpoint(self.folder / f"{trainer.global_step:08d}.ckpt")
         if trainer.is_global_zero and self.keep > 0:
             for old in checkpoints(self.folder)[: -self.keep]:

@@ -6,7 +6,6 @@ import sys
 import time
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ class RunProgress(ProgressBar):
         self._interactive = sys.stderr.isatty()
         self._tokens, self._started, self._line_at = 0.0, 0.0, 0.0
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self._started = time.perf_counter()
         if self._enabled(trainer):
             self.bar = tqdm(
@@ -46,9 +45,7 @@ class RunProgress(ProgressBar):
             )
             self._first_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._tokens += float(batch.prompt_mask.sum() + batch.completion_mask.sum()) * trainer.world_size
         if self.bar is None:
             return
@@ -58,27 +55,27 @@ class RunProgress(ProgressBar):
             self.bar.n = trainer.global_step
             self._show(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         self._remember(trainer)
         if self.bar is not None:
             self._show(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, module: Any) -> None:
         if self.bar is not None:
             self._remember(trainer)
             self._show(trainer)
             self.bar.close()
             self.bar = None
 
-    def _enabled(self, trainer: L.Trainer) -> bool:
+    def _enabled(self, trainer: Any) -> bool:
         return trainer.is_global_zero
 
-    def _remember(self, trainer: L.Trainer) -> None:
+    def _remember(self, trainer: Any) -> None:
         for name, label in SHOWN.items():
             if name in trainer.callback_metrics:
                 self._shown[label] = f"{float(trainer.callback_metrics[name]):.3g}"
 
-    def _show(self, trainer: L.Trainer) -> None:
+    def _show(self, trainer: Any) -> None:
         assert self.bar is not None
         seconds = time.perf_counter() - self._started
         shown = self._shown | {"tok/s": f"{self._tokens / max(seconds, 1e-9):,.0f}"}

@@ -14,26 +14,24 @@ class RefLogprobCallback(L.Callback):
     it is reported for every algorithm.
     """
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         if module.needs_reference:
             module.reference.prepare(module, trainer.datamodule)
 
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         if module.needs_reference:
             module.reference.prepare(module, trainer.datamodule)
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, batch_idx: int) -> None:
         if module.needs_reference and batch.ref_logprobs is None:
             batch.ref_logprobs = module.reference_logprobs(batch)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if module.needs_reference and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             module.reference.after_step(module.policy, trainer.global_step)
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, module: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if module.reference.provides_reference and batch.ref_logprobs is None:
             batch.ref_logprobs = module.reference_logprobs(batch)

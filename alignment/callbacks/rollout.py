@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 import torch
@@ -28,7 +29,7 @@ class RolloutCallback(L.Callback):
         self.num_eval_samples, self.eval_temperature = num_eval_samples, eval_temperature
         self._synced_step: tuple[int, int] | None = None
 
-    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if not module.online:
             return
         data, number = trainer.datamodule, trainer.current_epoch
@@ -43,7 +44,7 @@ class RolloutCallback(L.Callback):
         log_rollout(module.meter, "rollout", rollout)
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, module: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if batch.group_size:
             return  # held-out examples with completions of their own: only their loss is measured
@@ -60,8 +61,8 @@ class RolloutCallback(L.Callback):
     @torch.no_grad()
     def sample(
         self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
+        trainer: Any,
+        module: Any,
         examples: Sequence[Example],
         group_size: int,
         *,
@@ -88,14 +89,14 @@ class RolloutCallback(L.Callback):
         module.meter.total("time/reward", time.perf_counter() - generated)
         return batch
 
-    def _sync(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _sync(self, trainer: Any, module: Any) -> None:
         """Refresh the engine's weights, once per change of the policy's."""
         version = (id(module.policy), trainer.global_step)
         if self._synced_step != version:
             self.engine.sync(module.policy)
             self._synced_step = version
 
-    def score(self, module: L.LightningModule, batch: Batch) -> None:
+    def score(self, module: Any, batch: Batch) -> None:
         """Decode and reward. NaN marks a completion that no reward could score."""
         tokenizer = module.source.tokenizer
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
@@ -133,7 +134,7 @@ def to_batch(examples: Sequence[Example], completions, group_size: int) -> Batch
     return batch
 
 
-def count_step_tokens(trainer: L.Trainer, microbatches: list[Batch]) -> None:
+def count_step_tokens(trainer: Any, microbatches: list[Batch]) -> None:
     """Loss tokens and prompts of each accumulation window, over all ranks: one all-reduce per rollout."""
     window = trainer.accumulate_grad_batches
     starts = range(0, len(microbatches), window)

@@ -1,5 +1,7 @@
 """Keeps completions: every logged step's in samples.jsonl, a few in the terminal."""
 
+from typing import Any
+
 import lightning as L
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +15,7 @@ class SamplesCallback(L.Callback):
     def __init__(self, samples, *, num_shown: int = 4) -> None:
         self.samples, self.num_shown = samples, num_shown
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs, batch: Batch, batch_idx: int) -> None:
         first_pass = batch_idx < len(trainer.datamodule.rollouts) if module.online else False
         if first_pass and trainer.is_global_zero:
             step = (trainer.current_epoch + 1) * module.steps_per_rollout
@@ -23,8 +23,8 @@ class SamplesCallback(L.Callback):
 
     def on_validation_batch_end(
         self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
+        trainer: Any,
+        module: Any,
         outputs,
         batch: Batch,
         batch_idx: int,

@@ -44,9 +44,8 @@ class Sync(Reference):
     def after_step(self, policy: nn.Module, step: int) -> None:
         if step % self.every:
             return
-        pairs = list(self._pairs(policy))
-        references, policies = [list(column) for column in zip(*pairs, strict=True)]
-        torch._foreach_lerp_(references, [p.to(r.dtype) for r, p in zip(references, policies, strict=True)], self.alpha)
+        for reference, trained in self._pairs(policy):
+            reference.lerp_(trained.to(reference.dtype), self.alpha)
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """(reference, policy) parameters, paired by name."""

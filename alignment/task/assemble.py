@@ -23,6 +23,7 @@ from alignment.callbacks.samples import SamplesCallback
 from alignment.config import build
 from alignment.data.datamodule import AlignmentData, OfflineData, OnlineData
 from alignment.data.encode import encode
+from alignment.data.schema import Form
 from alignment.experiment.record import Samples
 from alignment.reward.combine import RewardSet
 from alignment.strategy.precision import pick_precision
@@ -73,7 +74,7 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     if cfg["trainer"]["enable_progress_bar"]:
         callbacks.append(RunProgress(module.total_steps))
     trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, world_size=world_size)
-    every = cfg["evaluation"]["every"] * (module.steps_per_rollout if module.online else 1)
+    every = cfg["evaluation"]["every"] * steps_per_rollout(cfg, module.online)
     return Assembly(module, data, trainer, samples, every)
 
 
@@ -99,11 +100,11 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
     return module
 
 
-def build_data(cfg: dict[str, Any], module: AlignmentModule) -> AlignmentData:
+def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
     """Load, tokenise and plan; sets `module.total_steps`."""
     source_of_rows, evaluation, algorithm = build(cfg["data"]), cfg["evaluation"], cfg["algorithm"]
 
-    def encoded(rows: list[dict], form: str) -> list[Example]:
+    def encoded(rows: list[dict], form: Form) -> list[Example]:
         source = module.source
         examples, report = encode(rows, form, source.tokenizer, stop_ids=source.stop_ids, **cfg["encoding"])
         log.info("%s", report.line())
@@ -150,6 +151,11 @@ def accumulation(cfg: dict[str, Any], online: bool) -> int:
     return algorithm["num_prompts"] * algorithm["group_size"] // algorithm["num_minibatches"] // _rows_per_pass(cfg)
 
 
+def steps_per_rollout(cfg: dict[str, Any], online: bool) -> int:
+    """Optimizer steps between two points at which a run can be evaluated: 1 where there are no rollouts."""
+    return cfg["algorithm"]["num_iterations"] * cfg["algorithm"]["num_minibatches"] if online else 1
+
+
 def build_trainer(
     cfg: dict[str, Any],
     module: AlignmentModule,
@@ -178,7 +184,7 @@ def build_trainer(
     )
 
 
-def schedule(module: AlignmentModule, accumulate: int, every: int) -> dict[str, Any]:
+def schedule(module: Any, accumulate: int, every: int) -> dict[str, Any]:
     """How long, and when to evaluate. Online runs are bounded by epochs: with max_steps a resumed run would skip its
     rollout. Offline runs are one epoch of `total_steps` steps."""
     if module.online:

@@ -23,7 +23,7 @@ from alignment.task.assemble import Assembly, assemble
 log = logging.getLogger("alignment")
 
 
-def run(cfg: dict[str, Any]) -> dict[str, float]:
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
     """Train as configured; returns the final metrics, which are also in summary.json."""
     check_external(cfg)
     quiet_libraries()
