@@ -109,8 +109,8 @@ class SharedRow:
 def install() -> None:
     """Let the registered attention functions take a `shared_row`. Doing it twice changes nothing."""
     for name in IMPLEMENTATIONS:
-        function = ALL_ATTENTION_FUNCTIONS[name]
-        if not hasattr(function, "takes_shared_row"):
+        function = ALL_ATTENTION_FUNCTIONS.get(name)
+        if function is not None and not hasattr(function, "takes_shared_row"):
             AttentionInterface.register(name, _taking_shared_row(function))
 
 
