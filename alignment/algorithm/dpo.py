@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from alignment.algorithm.base import OfflineModule
+from alignment.algorithm.pairs import PairModule
 from alignment.batch import Batch
 from alignment.errors import UserError
-from alignment.losses.dpo import SORTED_LOSSES, pair_loss, pair_stats, pairs_from_tokens, weighted_losses, wpo_weights
-from alignment.losses.reduce import masked_mean
+from alignment.losses.dpo import SORTED_LOSSES, pair_loss, weighted_losses, wpo_weights
 
 PairLoss = Literal[
     "sigmoid",
@@ -31,14 +29,13 @@ PairLoss = Literal[
 ]
 
 
-class DPO(OfflineModule):
+class DPO(PairModule):
     """DPO (2305.18290) eq. 7, and every loss of `losses/dpo.py`, alone or several with weights.
 
     loss_weights: one weight per loss where `loss` is a list (MPO 2411.10442). nll_weight adds the mean negative
     log-likelihood of the chosen answers, over all their tokens of the step (RPO 2405.16436; ruling D23).
     """
 
-    data_form: ClassVar[str] = "pairs"
     reference_need: ClassVar[str] = "required"
 
     def __init__(
@@ -73,28 +70,13 @@ class DPO(OfflineModule):
             raise UserError(f"algorithm.loss: {error}") from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        assert batch.ref_logprobs is not None
         scores = self.logprobs(batch, stats=["log_sum_sq_probs"] if self.wpo else [])
-        logprobs, mask = scores.logprobs, batch.loss_mask
-        pairs = pairs_from_tokens(logprobs, batch.ref_logprobs, mask, ld_alpha=self.ld_alpha)
-        values = self.pair_loss(pairs)
-        self.log_stats(pair_stats(pairs, beta=self.beta))
+        values = self.pair_loss(self.pairs(scores.logprobs, batch, ld_alpha=self.ld_alpha))
         if self.wpo:
-            weights, stats = wpo_weights(logprobs, scores.log_sum_sq_probs, mask)
+            weights, stats = wpo_weights(scores.logprobs, scores.log_sum_sq_probs, batch.loss_mask)
             values = values * weights
             self.log_stats(stats)
-        loss = self.example_mean(values, batch)
-        if self.nll_weight:
-            loss = loss + self.nll_weight * self.chosen_nll(logprobs, batch)
-        self.log_loss(loss, batch, batch.step_examples)
-        return loss
-
-    def chosen_nll(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """Mean NLL over the chosen answers' tokens of the optimizer step; rows alternate chosen, rejected."""
-        chosen = torch.arange(len(logprobs), device=logprobs.device) % 2 == 0
-        mask = batch.loss_mask & chosen[:, None]
-        self.log_stats({"nll_chosen": masked_mean(-logprobs, mask, -1)[chosen]})
-        return self.step_mean(torch.where(mask, -logprobs, 0.0).sum(), batch.step_chosen_tokens)
+        return self.pair_mean(values, scores.logprobs, batch, nll_weight=self.nll_weight)
 
 
 def _weights(names: list[str], weights: list[float] | None) -> dict[str, float]:

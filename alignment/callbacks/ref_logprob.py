@@ -10,8 +10,8 @@ from alignment.batch import Batch
 class RefLogprobCallback(L.Callback):
     """Asks the reference for log-probs where a batch lacks them; a loss never knows where they came from.
 
-    Training batches get them if the loss needs them; evaluation batches whenever there is a reference, since the KL to
-    it is reported for every algorithm.
+    Batches with a loss get them if the loss needs them; sampled ones in evaluation whenever there is a reference, since
+    the KL to it is reported for every algorithm.
     """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -33,5 +33,6 @@ class RefLogprobCallback(L.Callback):
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if module.reference.provides_reference and batch.ref_logprobs is None:
+        wanted = module.reference.provides_reference if batch.texts else module.needs_reference
+        if wanted and batch.ref_logprobs is None:
             batch.ref_logprobs = module.reference_logprobs(batch)
