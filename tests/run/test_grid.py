@@ -1,4 +1,4 @@
-"""Every algorithm with every reference strategy that its class and the strategy's say is possible; the rest is refused."""
+"""Every algorithm with every reference strategy that the two classes say is possible; the rest is refused."""
 
 from __future__ import annotations
 
