@@ -259,10 +259,8 @@ def _check_head(causal: PreTrainedModel, forward: Callable[..., Any], logit_map:
 
 def _choose(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str) -> str:
     """The path to take. No FLOP count decides: packed does no more work than the others on any shape."""
-    longest = int((batch.prompt_mask.sum(1).repeat_interleave(batch.group_size) + batch.completion_mask.sum(1)).max())
-    slides = anatomy.window is not None and longest > anatomy.window
-    why = f"a sequence has {longest} tokens, more than the model's sliding window of {anatomy.window}" if slides else ""
-    reasons = {"packed": anatomy.not_packed or why, "cache": anatomy.not_cached or why, "dense": ""}
+    slides = _slides(batch, anatomy.window)
+    reasons = {"packed": anatomy.not_packed or slides, "cache": anatomy.not_cached or slides, "dense": ""}
     if not reasons["cache"] and any(getattr(m, "gradient_checkpointing", False) for m in causal.modules()):
         reasons["cache"] = "activation checkpointing drops the key-value cache"
     if path != "auto":
@@ -282,6 +280,14 @@ def _choose(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str) 
     if not reasons["packed"]:
         return "packed"
     return "cache" if batch.group_size > 1 and not reasons["cache"] else "dense"
+
+
+def _slides(batch: Batch, window: int | None) -> str:
+    if window is None:
+        return ""
+    lengths = batch.prompt_mask.sum(1).repeat_interleave(batch.group_size) + batch.completion_mask.sum(1)
+    longest = int(lengths.max())
+    return f"a sequence has {longest} tokens, more than its sliding window of {window}" if longest > window else ""
 
 
 # ---------------------------------------------------------------------------------------- the three paths
@@ -330,8 +336,10 @@ def _cached(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
     ).last_hidden_state[:, -1:]
     first = first.repeat_interleave(batch.group_size, 0)
     ids, mask = _fed(batch, before)
-    if ids.shape[1] == 0:
-        return first[batch.completion_mask]
+    if (
+        ids.shape[1] == 0
+    ):  # single tokens only: the second forward is still due, other ranks of a sharded model wait in it
+        ids, mask = batch.completion_ids, torch.zeros_like(batch.completion_mask)
     cache.batch_repeat_interleave(batch.group_size)
     mask = torch.cat([batch.prompt_mask.repeat_interleave(batch.group_size, 0), mask], 1)
     hidden = causal.get_decoder()(
@@ -341,7 +349,8 @@ def _cached(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
         use_cache=True,
         **{name: cache},
     ).last_hidden_state
-    return (torch.cat([first, hidden], 1) if before else hidden)[batch.completion_mask]
+    width = batch.completion_mask.shape[1]
+    return (torch.cat([first, hidden], 1)[:, :width] if before else hidden)[batch.completion_mask]
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -366,6 +366,14 @@ def test_adapter_on_the_head(tiny_llama: LlamaForCausalLM, settings: dict[str, A
     assert_same_gradients(gradients(policy, got), gradients(policy, want))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_completions_of_a_single_token(tiny_llama: LlamaForCausalLM, path: str) -> None:
+    rows = examples([(3, [1, 1]), (2, [0, 1])])
+    got = completion_logprobs(tiny_llama, collate(rows), path=path).logprobs
+    torch.testing.assert_close(got, naive(tiny_llama, rows), rtol=RTOL, atol=ATOL)
+    assert got.shape == (4, 1)
+
+
 def test_no_completion_token_at_all(tiny_llama: LlamaForCausalLM) -> None:
     for path in PATHS:
         logprobs = completion_logprobs(tiny_llama, collate(examples([(3, [0, 0])])), path=path).logprobs

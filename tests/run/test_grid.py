@@ -57,10 +57,20 @@ def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
     return [*where, *SMALL, *(ONLINE if online else OFFLINE)]
 
 
+def extends_another(algorithm: str) -> bool:
+    return "_target_" not in yaml.safe_load((CONF / "algorithm" / f"{algorithm}.yaml").read_text())
+
+
+def cell(algorithm: str, strategy: str):
+    """An option that only sets keys of another is tried with one strategy in the usual run, with all in the slow one."""
+    slow = extends_another(algorithm) and strategy != "lora"
+    return pytest.param(algorithm, strategy, marks=[pytest.mark.slow] if slow else [])
+
+
 GRID = [(algorithm, strategy) for algorithm in ALGORITHMS for strategy in STRATEGIES]
 
 
-@pytest.mark.parametrize(("algorithm", "strategy"), [pair for pair in GRID if possible(*pair)])
+@pytest.mark.parametrize(("algorithm", "strategy"), [cell(*pair) for pair in GRID if possible(*pair)])
 def test_it_runs_and_leaves_a_whole_folder(algorithm: str, strategy: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path / "cache"))
     summary = run.run(arguments(algorithm, strategy, tmp_path / "run"))
