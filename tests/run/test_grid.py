@@ -62,7 +62,7 @@ def extends_another(algorithm: str) -> bool:
 
 
 def cell(algorithm: str, strategy: str):
-    """An option that only sets keys of another is tried with one strategy in the usual run, with all in the slow one."""
+    """The usual run tries an option that only sets keys of another with one strategy, the slow one with all."""
     slow = extends_another(algorithm) and strategy != "lora"
     return pytest.param(algorithm, strategy, marks=[pytest.mark.slow] if slow else [])
 
