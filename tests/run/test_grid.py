@@ -45,9 +45,11 @@ def says(group: str, name: str, what: str, default):
 
 
 def possible(algorithm: str, strategy: str) -> bool:
-    provides = says("ref_strategy", strategy, "provides_reference", True)
-    if not provides:
-        return says("algorithm", algorithm, "reference_need", "optional") == "optional"
+    need = says("algorithm", algorithm, "reference_need", "optional")
+    if not says("ref_strategy", strategy, "provides_reference", True):
+        return need == "optional"
+    if says("ref_strategy", strategy, "moves", False) and need == "optional":
+        return False  # a reference that only measures the KL must stand still
     return not (says("ref_strategy", strategy, "offline_only", False) and says("algorithm", algorithm, "online", False))
 
 
