@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def assert_same(ours: Completions, theirs: Completions) -> None:
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), **CLOSE)
 
 
-def greedy_of_transformers(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def greedy_of_transformers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """`generate` on left-padded prompts, cut after the first stop token."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
@@ -84,7 +85,7 @@ def forwards(model: nn.Module, before: Callable[[torch.Size, torch.Size], None])
         del model.forward
 
 
-def lora(model: PreTrainedModel, **options) -> nn.Module:
+def lora(model: PreTrainedModel, **options) -> Any:
     """An adapter with an effect: peft starts B at zero."""
     policy = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
     with torch.no_grad():
@@ -344,7 +345,7 @@ def test_a_tied_head_that_is_trained_in_the_second_step_only() -> None:
     config = LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, tie_word_embeddings=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ensure_weight_tying.*")
-        policy = get_peft_model(
+        policy: Any = get_peft_model(
             LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
         )
     engine = HFEngine(max_new_tokens=24, dtype="float32")
