@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -36,6 +37,8 @@ def is_launched_from_outside() -> bool:
 
 
 def task_of(cfg: dict[str, Any]) -> Callable[..., Any]:
+    for name in ("bitsandbytes", "matplotlib"):  # what they say while they are imported is no news to anybody
+        logging.getLogger(name).setLevel(logging.ERROR)
     module, _, name = cfg["task"]["_target_"].rpartition(".")
     return getattr(importlib.import_module(module), name)
 

@@ -1,4 +1,4 @@
-"""The facts that hold on the real model; minutes, so not part of the usual run."""
+"""The facts that hold on the real model. Two of them in the usual run, the others are slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from alignment.model.adapters import adapter_off
 from alignment.model.logprobs import completion_logprobs
 from alignment.model.smollm2 import SmolLM2
 
-pytestmark = pytest.mark.slow
 FLOAT32 = ["trainer.precision=32-true", "trainer.enable_progress_bar=false", "evaluation.num_prompts=0"]
 DPO = ["algorithm=dpo", "algorithm.batch_size=4", "algorithm.microbatch_size=4"]
 GRPO = ["algorithm=grpo", "algorithm.num_rollouts=1", "algorithm.num_prompts=2", "algorithm.microbatch_size=16"]
@@ -32,8 +31,11 @@ def first_row(folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if value and name != "phase"}
 
 
-@pytest.mark.parametrize("strategy", ["lora", "frozen"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("strategy", ["lora", pytest.param("frozen", marks=SLOW)])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=SLOW), "bf16-mixed"])
 def test_the_first_dpo_loss_is_ln_2(tmp_path: Path, strategy: str, precision: str) -> None:
     words = [f"output_dir={tmp_path}", f"ref_strategy={strategy}", *DPO, "algorithm.max_steps=1"]
     run.run([*words, *FLOAT32, f"trainer.precision={precision}"])
@@ -42,6 +44,7 @@ def test_the_first_dpo_loss_is_ln_2(tmp_path: Path, strategy: str, precision: st
     assert row["train/rewards/margins"] == 0
 
 
+@SLOW
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_the_first_grpo_ratio_is_exactly_1(tmp_path: Path, precision: str, iterations: int) -> None:
@@ -77,6 +80,7 @@ def test_the_adapter_switched_off_is_the_frozen_copy(source: SmolLM2) -> None:
     assert (trained - expected).abs().max() > 0.01
 
 
+@SLOW
 def test_the_saved_folder_gives_the_same_logprobs_in_plain_peft(tmp_path: Path, source: SmolLM2) -> None:
     words = [f"output_dir={tmp_path}", *DPO, "algorithm.max_steps=3", "algorithm.lr=1e-3", *FLOAT32]
     run.run(words)
