@@ -29,12 +29,12 @@ class RunProgress(ProgressBar):
         self.total_steps = total_steps
         self.bar: tqdm | None = None
         self._shown: dict[str, str] = {}
-        self._interactive = sys.stderr.isatty()
+        self._interactive, self._wanted = sys.stderr.isatty(), True
         self._tokens, self._started, self._line_at = 0.0, 0.0, 0.0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._started = time.perf_counter()
-        if self._enabled(trainer):
+        if self._wanted:
             self.bar = tqdm(
                 total=self.total_steps,
                 initial=trainer.global_step,
@@ -67,8 +67,12 @@ class RunProgress(ProgressBar):
             self.bar.close()
             self.bar = None
 
-    def _enabled(self, trainer: Any) -> bool:
-        return trainer.is_global_zero
+    def enable(self) -> None:
+        self._wanted = True
+
+    def disable(self) -> None:
+        """Lightning's call on every process but the first."""
+        self._wanted = False
 
     def _remember(self, trainer: Any) -> None:
         for name, label in SHOWN.items():

@@ -57,6 +57,7 @@ def quiet_libraries() -> None:
         ".*exists and is not empty.*",
         ".*mid-epoch.*",
         ".*torch.jit.*",
+        ".*sync_dist.*",  # the values are sums over all ranks already
     ):
         warnings.filterwarnings("ignore", message)
 
