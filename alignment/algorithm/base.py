@@ -218,7 +218,8 @@ class AlignmentModule(L.LightningModule):
             meter.mean(f"val/{name}", values)
             if batch.group_size > 1:
                 groups = values.view(-1, batch.group_size)
-                meter.mean(f"val/{name}_pass@{batch.group_size}", (groups == 1).any(1).float())
+                passed = torch.where(groups.isnan().all(1), torch.nan, (groups == 1).any(1).float())
+                meter.mean(f"val/{name}_pass@{batch.group_size}", passed)
         meter.mean("val/length", batch.completion_mask.sum(-1).float())
         meter.mean("val/finished", batch.finished.float())
         if batch.ref_logprobs is not None:

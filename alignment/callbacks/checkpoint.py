@@ -24,7 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class BoundaryCheckpoint(Checkpoint):
-    """Saves where a run can go on from exactly: after a rollout (online) or after an optimizer step (offline).
+    """Saves where a run can go on from exactly: after a rollout (online) or an optimizer step (offline), and at the end.
 
     Lightning runs checkpoint callbacks after all others, so what they did to the step is in the file.
     """
@@ -34,11 +34,13 @@ class BoundaryCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         at_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if not self.online and at_step and trainer.global_step % self.every == 0:
+        due = trainer.global_step % self.every == 0 or trainer.global_step == module.total_steps
+        if not self.online and at_step and due:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if self.online and (trainer.current_epoch + 1) % self.every == 0:
+        due = (trainer.current_epoch + 1) % self.every == 0 or trainer.global_step == module.total_steps
+        if self.online and due:
             self._save(trainer)
 
     def _save(self, trainer: Any) -> None:

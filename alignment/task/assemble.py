@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
             **common,
         )
     heldout = encoded(heldout_rows, module.data_form) if heldout_rows else []
-    module.total_steps = module.max_steps or max(1, round(module.num_epochs * len(train) / module.batch_size))
+    module.total_steps = module.max_steps or math.ceil(module.num_epochs * len(train) / module.batch_size)
     return OfflineData(
         train,
         heldout,
