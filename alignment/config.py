@@ -493,7 +493,9 @@ def _folder_problems(folder: Path, command: Command) -> Iterator[str]:
         sweep = HydraConfig.get().sweep.dir
         yield f"output_dir: {sweep} holds jobs of a sweep already: type output_dir=<another folder>"
     elif (folder / "config.yaml").exists():
-        ways = f"type resume={folder} to go on with it, or output_dir=<another folder>"
+        ways = "type output_dir=<another folder>"
+        if any((folder / "checkpoints").glob("*.ckpt")):
+            ways = f"type resume={folder} to go on with it, or output_dir=<another folder>"
         yield f"output_dir: {folder} holds a run already: {ways}"
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):

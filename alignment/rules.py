@@ -332,6 +332,15 @@ def data_readable(cfg: Config) -> Iterator[str]:
     yield from source.problems(says(cfg, "algorithm", "data_form", "prompts"), **keys)
 
 
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+def precision_known(cfg: Config) -> Iterator[str]:
+    value = get(cfg, "trainer.precision", "auto")
+    if value not in PRECISIONS:
+        yield f"trainer.precision: {value!r} is none of {', '.join(PRECISIONS)}: type trainer.precision=auto"
+
+
 RULES: list[Callable[[Config], Iterator[str]]] = [
     text_none,
     numbers_in_range,
@@ -347,6 +356,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     rollout_divides,
     batch_divides,
     trainer_owned,
+    precision_known,
     rewards_given,
     data_has_form,
     data_readable,

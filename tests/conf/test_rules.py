@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,7 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(trainer__max_epochs=5), "trainer.max_epochs", "algorithm.num_rollouts="),
         (lambda: config(trainer__accumulate_grad_batches=2), "trainer.accumulate_grad_batches", "microbatch_size"),
     ],
+    "precision_known": [(lambda: config(trainer__precision="foo"), "trainer.precision", "trainer.precision=auto")],
     "rewards_given": [(lambda: config(reward={}), "reward", "reward=accuracy")],
     "data_has_form": [
         (
@@ -247,31 +249,20 @@ def test_what_works_is_let_through(cfg: Callable[[], dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("minibatches", [1, 2, 3, 4])
-@pytest.mark.parametrize("group", [2, 3, 6, 8])
-@pytest.mark.parametrize("micro", [1, 3, 5, 6, 16, 100])
-def test_following_the_advice_ends_in_a_rollout_that_divides(
-    devices: int, minibatches: int, group: int, micro: int
-) -> None:
-    """Type what the message says until it is silent: at most once per key, and then the arithmetic holds."""
-    cfg = config(trainer__devices=devices)
-    cfg["algorithm"] |= {
-        "num_prompts": 7,
-        "group_size": group,
-        "num_minibatches": minibatches,
-        "microbatch_size": micro,
-    }
-    for _ in range(4):
-        messages = list(rules.rollout_divides(cfg))
-        if not messages:
-            break
-        key, value = messages[0].rsplit("type algorithm.", 1)[1].split("=")
-        cfg["algorithm"][key] = int(value)
-    a = cfg["algorithm"]
-    rows = a["num_prompts"] * group // devices
-    assert a["num_prompts"] % devices == 0
-    assert rows % (a["num_minibatches"] * a["microbatch_size"]) == 0
-    assert a["microbatch_size"] % group == 0 or group % a["microbatch_size"] == 0
+def test_following_the_advice_ends_in_a_rollout_that_divides(devices: int) -> None:
+    """Type what the message says until it is silent: then the arithmetic holds."""
+    for minibatches, group, micro in itertools.product([1, 2, 3, 4], [2, 3, 6, 8], [1, 3, 5, 6, 16, 100]):
+        cfg = config(trainer__devices=devices, algorithm__num_prompts=7)
+        a = cfg["algorithm"]
+        a |= {"group_size": group, "num_minibatches": minibatches, "microbatch_size": micro}
+        while messages := list(rules.rollout_divides(cfg)):
+            key, value = messages[0].rsplit("type algorithm.", 1)[1].split("=")
+            assert a[key] != int(value), "the same advice again"
+            a[key] = int(value)
+        rows = a["num_prompts"] * group // devices
+        assert a["num_prompts"] % devices == 0
+        assert rows % (a["num_minibatches"] * a["microbatch_size"]) == 0
+        assert a["microbatch_size"] % group == 0 or group % a["microbatch_size"] == 0
 
 
 def test_each_advice_for_an_offline_batch_works() -> None:
