@@ -248,7 +248,10 @@ class Decoder:
     # ---- forwards ---------------------------------------------------------------------------------------------------
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Logits (R, V) of the last position."""
-        values = {"attention_mask": mask, "position_ids": positions, "cache": cache, "logits_to_keep": 1}
+        # As an index, not as the number 1: that would make a strided view, for which a CPU multiplies with one copy of
+        # the whole head per row.
+        last = self._tensor([ids.shape[1] - 1])
+        values = {"attention_mask": mask, "position_ids": positions, "cache": cache, "logits_to_keep": last}
         arguments = {name: values[value] for name, value in self.arguments.items()}
         return self.model(input_ids=ids, use_cache=True, **arguments).logits[:, -1]
 
