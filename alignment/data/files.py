@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,17 +58,19 @@ def read(file: Path) -> Iterator[Found]:
     kind = suffix(file)
     if kind == ".parquet":
         yield from _parquet(file)
-    elif kind in (".csv", ".tsv"):
-        yield from _csv(file, "\t" if kind == ".tsv" else ",")
+        return
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.name.lower().endswith(".gz") else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        yield str(file), RowProblem("", f"cannot be read ({error})", "write it again")
+        return
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    if kind in (".csv", ".tsv"):
+        yield from _csv(file, content, "\t" if kind == ".tsv" else ",")
+    elif kind == ".json" and content.lstrip()[:1] == b"[":
+        yield from _json_array(file, content)
     else:
-        content = _bytes(file)
-        first = content.lstrip()[:1]
-        yield from _json_array(file, content) if kind == ".json" and first == b"[" else _json_lines(file, content)
-
-
-def _bytes(file: Path) -> bytes:
-    content = gzip.decompress(file.read_bytes()) if file.name.lower().endswith(".gz") else file.read_bytes()
-    return content.removeprefix(b"\xef\xbb\xbf")
+        yield from _json_lines(file, content)
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
@@ -95,13 +98,20 @@ def _json_object(file: Path, content: bytes) -> Iterator[Found]:
 def _object(line: bytes) -> dict[str, Any] | RowProblem:
     try:
         return _checked(json.loads(line))
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: ValueError | RecursionError) -> RowProblem:
+    """What is wrong with JSON, in words."""
+    if isinstance(error, UnicodeDecodeError):
         return RowProblem("", f"is not UTF-8 (byte {error.start + 1})", "save the file as UTF-8")
-    except RecursionError:
+    if isinstance(error, RecursionError):
         return RowProblem("", "is nested too deeply", "mend or remove it")
-    except json.JSONDecodeError as error:
-        line_of = f"line {error.lineno}, " if error.lineno > 1 else ""
-        return RowProblem("", f"is not JSON ({error.msg}, {line_of}column {error.colno})", "mend or remove it")
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return RowProblem("", f"is not JSON ({error.msg}, {line}column {error.colno})", "mend or remove it")
+    return RowProblem("", f"is not JSON that Python reads ({error})", "mend or remove it")  # a number of 5,000 digits
 
 
 def _checked(value: Any) -> dict[str, Any] | RowProblem:
@@ -115,7 +125,7 @@ def _json_array(file: Path, content: bytes) -> Iterator[Found]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        yield str(file), RowProblem("", f"is not UTF-8 (byte {error.start + 1})", "save the file as UTF-8")
+        yield str(file), _unreadable(error)
         return
     decoder, line = json.JSONDecoder(), 1
     before, at = 0, _skip(text, text.index("[") + 1)
@@ -126,16 +136,14 @@ def _json_array(file: Path, content: bytes) -> Iterator[Found]:
             at = _skip(text, at)
             if text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        except json.JSONDecodeError as error:
-            yield (
-                f"{file}:{error.lineno}",
-                RowProblem("", f"is not JSON ({error.msg}, column {error.colno})", "mend it"),
-            )
+        except (ValueError, RecursionError) as error:
+            yield f"{file}:{getattr(error, 'lineno', line)}", _unreadable(error)
             return
         yield f"{file}:{line}", _checked(value)
         at = _skip(text, at + 1) if text[at] == "," else at
-    if at >= len(text):
-        yield f"{file}:{text.count(chr(10)) + 1}", RowProblem("", "is not JSON (the array has no end)", "mend it")
+    rest = "the array has no end" if at >= len(text) else "text after the array" if text[at + 1 :].strip() else ""
+    if rest:
+        yield f"{file}:{text.count(chr(10), 0, at + 1) + 1}", RowProblem("", f"is not JSON ({rest})", "mend it")
 
 
 def _skip(text: str, at: int) -> int:
@@ -145,11 +153,11 @@ def _skip(text: str, at: int) -> int:
 
 
 # ---- CSV -----------------------------------------------------------------------------------------------------------
-def _csv(file: Path, delimiter: str) -> Iterator[Found]:
+def _csv(file: Path, content: bytes, delimiter: str) -> Iterator[Found]:
     """One row per record under the header; an empty cell is an absent field, and a cell of JSON (messages) is read."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a long document is no error
     try:
-        text = _bytes(file).decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         yield str(file), RowProblem("", f"is not UTF-8 (byte {error.start + 1})", "save the file as UTF-8")
         return
@@ -195,7 +203,7 @@ def _cell(cell: str) -> Any:
     if cell.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(cell)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return cell  # text that happens to begin with a bracket
     return cell
 

@@ -52,7 +52,17 @@ def as_text(value: Any, field: str) -> str:
         raise RowProblem(field, f"{shown(value)} is not text", "write text, or a list of messages")
     if not value.strip():
         raise RowProblem(field, "is empty", "fill it in, or remove the row")
-    return value
+    return readable(value, field)
+
+
+def readable(text: str, field: str) -> str:
+    """The text, unless it has half a surrogate pair, which JSON can write and no tokenizer read. RowProblem then."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"character {error.start + 1} is half a surrogate pair"
+        raise RowProblem(field, what, "mend it, or remove the row") from error
+    return text
 
 
 def as_content(value: Any, field: str) -> Content:
@@ -96,7 +106,7 @@ def _names(names: Any) -> str:
 def _spoken(content: Any, field: str) -> str:
     """The text of a turn; OpenAI's list of text parts is joined."""
     if isinstance(content, str):
-        return content
+        return readable(content, field)
     if content is None:
         raise RowProblem(field, "missing", "write the text of the turn")
     if not isinstance(content, list):
@@ -106,7 +116,7 @@ def _spoken(content: Any, field: str) -> str:
         raise RowProblem(
             field, "has parts that are not text", "only text can be trained on: leave images and audio out"
         )
-    return "".join(part["text"] for part in parts)
+    return readable("".join(part["text"] for part in parts), field)
 
 
 def turn(role: str, content: str) -> list[Message]:

@@ -133,6 +133,8 @@ def test_b14_only_the_overflow_is_cut_and_on_the_side_asked_for(side: Any, promp
 
 def test_b15_a_completion_is_never_cut_away_whole() -> None:
     assert fit(list(range(20)), [[1, 2, 3]], limits(16)) == "prompt fills max_length (16)"
+    assert fit(list(range(16)), [[1, 2, 3]], limits(16)) == "prompt fills max_length (16)"
+    assert fit(list(range(15)), [[1, 2, 3]], limits(16)) == (list(range(2, 15)), [[1, 2, 3]])
     prompt, completions = list(range(4)), [list(range(3)), list(range(12))]
     assert fit(prompt, completions, limits(8)) == (prompt, [list(range(3)), list(range(4))])
 

@@ -169,6 +169,19 @@ BROKEN: list[tuple[str, str | bytes, str, list[str]]] = [
         [":1: labels: [] is no label for each"],
     ),
     ("a.jsonl", '{"prompt": "p", "completions": "abc"}', "ranked", [":1: completions: 'abc' is no list of two"]),
+    ("a.jsonl", r'{"prompt": "a\ud800"}', "prompts", [":1: prompt: character 2 is half a surrogate pair"]),
+    (
+        "a.jsonl",
+        r'{"prompt": [{"role": "user", "content": "\udc00"}]}',
+        "prompts",
+        [":1: prompt[0].content: character 1 is"],
+    ),
+    ("a.jsonl", f'{{"prompt": {"1" * 5000}}}', "prompts", [":1: is not JSON that Python reads"]),
+    ("a.json", f'[{{"prompt": {"1" * 5000}}}]', "prompts", [":1: is not JSON that Python reads"]),
+    ("a.json", f"[{GOOD},\n{'[' * 100_000}", "pairs", [":2: is nested too deeply"]),
+    ("a.json", f"[{GOOD}]\n{GOOD}", "pairs", [":1: is not JSON (text after the array)"]),
+    ("a.jsonl.gz", b"not gzip", "pairs", ["a.jsonl.gz: cannot be read (Not a gzipped file"]),
+    ("a.csv.gz", gzip.compress(b"prompt\nx")[:-4], "prompts", ["a.csv.gz: cannot be read"]),
     ("a.json", f"[{GOOD},\n {GOOD}", "pairs", [":2: is not JSON"]),
     ("a.json", f"[{GOOD}\n {GOOD}]", "pairs", [":2: is not JSON (Expecting ',' or ']'"]),
     ("a.json", f"[{GOOD},\n 7,\n {{}}]", "pairs", [":2: is a int, not an object", ":3: prompt: missing"]),
@@ -231,11 +244,11 @@ def test_problems_are_found_without_torch_in_under_a_second(folder: Path) -> Non
     rows = [*PROMPTS * 200, {"prompt": 1}]
     (folder / "a.jsonl").write_text(lines(rows))
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time; start = time.process_time()\n"
         "from alignment.data.jsonl import Jsonl\n"
         "found = Jsonl.problems('prompts', path='a.jsonl', heldout=0.1)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pyarrow', 'lightning'} & set(sys.modules)\n"
-        "print(time.perf_counter() - start, sorted(heavy), found)"
+        "print(time.process_time() - start, sorted(heavy), found)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -252,9 +265,9 @@ def test_problems_are_found_without_torch_in_under_a_second(folder: Path) -> Non
 
 def test_only_the_first_rows_of_a_large_file_are_looked_at_beforehand(folder: Path) -> None:
     (folder / "a.jsonl").write_text('{"prompt": "p"}\n' * PREFLIGHT_ROWS + "broken\n")
-    start = time.perf_counter()
+    start = time.process_time()
     assert Jsonl.problems("prompts", path="a.jsonl") == []
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 2
     with pytest.raises(UserError, match=f"a.jsonl:{PREFLIGHT_ROWS + 1}: is not JSON"):
         load(Path("a.jsonl"))
 
