@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch and the Hugging Face libraries are imported, which read these once. Child processes inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +11,9 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A job started in the background ignores SIGINT, and so would all it starts: tests of Ctrl-C need the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
