@@ -12,9 +12,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A job started in the background ignores SIGINT, and so would all it starts: tests of Ctrl-C need the default.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 RTOL, ATOL = 1e-5, 1e-7
 
 torch.set_num_threads(1)
+# A job started in the background ignores SIGINT, and so would all it starts: tests of Ctrl-C need the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
