@@ -16,7 +16,7 @@ import yaml
 
 ABOUT = """\
 Research on LLM post-training. A run is composed of choices, one option per group: the algorithm (SFT, DPO and
-its family, SimPO, CPO, ORPO, GRPO ...), the model, where its reference comes from, the data, the rewards and the hardware
+its family, SimPO, CPO, ORPO, GRPO), the model, where its reference comes from, the data, the rewards and the hardware
 strategy. Anything in the composed config can be changed on the command line. A combination that cannot
 work is refused before a weight is loaded, with what to type instead."""
 

@@ -24,7 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class BoundaryCheckpoint(Checkpoint):
-    """Saves where a run can go on from exactly: after a rollout (online) or an optimizer step (offline), and at the end.
+    """Saves where a run can go on from exactly: after a rollout (online), an optimizer step (offline), and at the end.
 
     Lightning runs checkpoint callbacks after all others, so what they did to the step is in the file.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from alignment.losses.reference_update import blend_, is_due
 from alignment.model.adapters import add_reference_adapter, use_adapter
 from alignment.ref_strategy.base import Reference
 
@@ -42,10 +43,9 @@ class Sync(Reference):
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
-        if step % self.every:
-            return
-        for reference, trained in self._pairs(policy):
-            reference.lerp_(trained.to(reference.dtype), self.alpha)
+        if is_due(step, self.every):
+            references, policies = zip(*self._pairs(policy), strict=True)
+            blend_(references, policies, alpha=self.alpha)
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """(reference, policy) parameters, paired by name."""
