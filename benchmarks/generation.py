@@ -174,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for machines that others use as well")

@@ -52,12 +52,12 @@ class HFEngine:
         top_p: float = 1.0,
         top_k: int = 0,
         dtype: str = "auto",
-        max_batch: int = 64,
+        max_batch: int = 128,
     ) -> None:
         if dtype not in DTYPES:
             raise UserError(f"rollout.dtype: {dtype!r} is none of {', '.join(DTYPES)}: type rollout.dtype=auto")
         if max_batch < 1:
-            raise UserError(f"rollout.max_batch: {max_batch} is less than 1: type rollout.max_batch=64")
+            raise UserError(f"rollout.max_batch: {max_batch} is less than 1: type rollout.max_batch=128")
         self.max_new_tokens, self.temperature, self.top_p, self.top_k = max_new_tokens, temperature, top_p, top_k
         self.dtype, self.max_batch = dtype, max_batch
         self._synced: weakref.ref[nn.Module] | None = None

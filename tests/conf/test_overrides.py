@@ -245,6 +245,11 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     (message,) = problems(f"output_dir={tmp_path}")
     assert message.startswith("output_dir: ")
+    assert "type output_dir=<another folder>" in message
+    assert "resume=" not in message  # there is no checkpoint to go on from
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "00000005.ckpt").touch()
+    (message,) = problems(f"output_dir={tmp_path}")
     assert f"type resume={tmp_path}" in message
 
 
