@@ -170,7 +170,7 @@ def _resume_problem(command: Command) -> str | None:
         return f"resume: there is no folder {folder}: type resume=<run folder>, such as outputs/<date>/<time>"
     if not (folder / "config.yaml").is_file():
         return f"resume: {folder} holds no config.yaml, so it is no run: type resume=<run folder>"
-    if not any((folder / "checkpoints").glob("*")):
+    if not any((folder / "checkpoints").glob("*.ckpt")):
         why = "holds no checkpoint, it ended before the first one (checkpoint.every)"
         return f"resume: {folder} {why}: type the command of that run again, with another output_dir"
     return None
@@ -701,6 +701,6 @@ def _report(plan: Plan) -> None:
 
 
 def how_to_resume(error: Interrupted) -> str:
-    if any((error.folder / "checkpoints").glob("*")):
+    if any((error.folder / "checkpoints").glob("*.ckpt")):
         return f"interrupted. To go on from its last checkpoint: python run.py resume={error.folder}"
     return f"interrupted before the first checkpoint (checkpoint.every): there is nothing to resume in {error.folder}"
