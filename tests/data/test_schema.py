@@ -234,6 +234,12 @@ CASES: list[tuple[str, Row, str, Row]] = [
         },
     ),
     (
+        "a conversation beside the pair that is one of its sides",
+        {"messages": LONG, "chosen": LONG, "rejected": [*LONG[:3], bot("no")]},
+        "pairs",
+        {"prompt": LONG[:3], "chosen": [bot("well")], "rejected": [bot("no")]},
+    ),
+    (
         "chosen and rejected repeat the prompt's turns",
         {"prompt": LONG[:3], "chosen": LONG, "rejected": [*LONG[:3], bot("no")]},
         "pairs",

@@ -241,6 +241,15 @@ def test_a_reply_that_the_generation_prompt_has_begun_goes_on_from_there(in_byte
         encoded(tokenizer, ONE)
 
 
+def test_several_such_replies_become_examples_of_their_own(in_bytes: Make) -> None:
+    tokenizer = in_bytes(OPENED, specials=["</s>"], eos="</s>")
+    replies = [bot("<think>\nhm</think>yo"), user("and?"), bot("<think>\nno</think>no")]
+    assert seen(tokenizer, {"prompt": [user("hi")], "completion": replies}) == [
+        ("<U>hi<A><think>\n", [("hm</think>yo</s>", True)]),
+        ("<U>hi<A>yo</s><U>and?<A><think>\n", [("no</think>no</s>", True)]),
+    ]
+
+
 def test_reasoning_under_a_generation_prompt_that_rules_it_out_is_refused(in_bytes: Make) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}<A>"
