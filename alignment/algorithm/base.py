@@ -306,14 +306,21 @@ class OnlineModule(AlignmentModule):
         """(N,) float32, 0 where a completion is unscorable."""
 
     @torch.no_grad()
-    def prepare_rollout(self, microbatches: list[Batch]) -> None:
-        """Old log-probs, from the very passes that training will make, so that the first ratio is exactly 1.
+    def prepare_rollout(self, rollout: Batch) -> list[Batch]:
+        """A scored rollout as the microbatches of one pass over it, with all that their loss will read but the
+        reference's log-probs, which are filled in when a microbatch is first learned from."""
+        rollout.advantages = self.advantages(rollout)
+        microbatches = rollout.split(self.microbatch_size)
+        for batch in microbatches:
+            batch.to(self.device)
+            self.set_old_logprobs(batch)
+        return microbatches
+
+    def set_old_logprobs(self, batch: Batch) -> None:
+        """Old log-probs, from the very pass that training will make, so that the first ratio is exactly 1.
 
         With one optimizer step per rollout they equal the current ones, and `old_logprobs` stays None: the loss then
         takes its own detached values and no second pass is paid.
         """
-        if self.steps_per_rollout == 1:
-            return
-        assert self.policy is not None
-        for batch in microbatches:
+        if self.steps_per_rollout > 1:
             batch.old_logprobs = self.logprobs(batch).logprobs

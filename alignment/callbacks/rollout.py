@@ -34,14 +34,10 @@ class RolloutCallback(L.Callback):
             return
         data, number = trainer.datamodule, trainer.current_epoch
         rollout = self.sample(trainer, module, data.prompts_for(number), module.group_size, seed=number)
-        rollout.advantages = module.advantages(rollout)
-        microbatches = rollout.split(module.microbatch_size)
-        for batch in microbatches:
-            batch.to(module.device)
-        module.prepare_rollout(microbatches)
+        log_rollout(module.meter, "rollout", rollout)
+        microbatches = module.prepare_rollout(rollout)
         count_step_tokens(trainer, microbatches)
         data.rollouts.fill(microbatches)
-        log_rollout(module.meter, "rollout", rollout)
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
