@@ -26,6 +26,10 @@ class Reference(nn.Module):
     # Knows the log-probs of a fixed dataset only.
     offline_only: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.report: dict[str, float] = {}  # numbers about its own work, for the run's summary
+
     def attach(self, source: Any, policy: nn.Module) -> None:
         """Build what the strategy holds, once, right after the policy was built."""
 

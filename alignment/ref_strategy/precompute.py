@@ -81,12 +81,18 @@ class Precompute(Reference):
                 store.write(computed)
                 self._values |= _gathered(computed, world_size)
                 strategy.barrier()
+        seconds, reused = time.perf_counter() - started, len(examples) - len(missing)
+        self.report = {
+            "reference/reused": reused,
+            "reference/computed": len(missing),
+            "reference/seconds": seconds,
+        }
         log.info(
             "reference cache: %d of %d examples reused, %d computed in %.1f s (%s)",
-            len(examples) - len(missing),
+            reused,
             len(examples),
             len(missing),
-            time.perf_counter() - started,
+            seconds,
             store.folder,
         )
 

@@ -85,6 +85,7 @@ def learn(assembly: Assembly, folder: Path, checkpoint: Path | None) -> dict[str
     metrics |= {"steps": trainer.global_step, "seconds": time.perf_counter() - started, "peak_rss_gib": usage / 2**20}
     if torch.cuda.is_available():
         metrics["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    metrics |= module.reference.report
     return {name.replace("val/", "before/"): value for name, value in evaluated(folder, 0).items()} | metrics
 
 
