@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from alignment.data.messages import turn
 from alignment.data.schema import Form
@@ -32,6 +32,8 @@ class Arithmetic:
     seed: which problems are held out, and their order; apart from the run's seed, so that runs can be compared.
     question: what is asked; {a}, {op} and {b} are filled in.
     """
+
+    forms: ClassVar[tuple[str, ...]] = ("prompts", "demonstrations", "pairs", "unpaired", "ranked")
 
     def __init__(
         self,
@@ -62,16 +64,19 @@ class Arithmetic:
             raise UserError("data.question: it must contain {a}, {b} and {op}: type 'data.question=\"{a} {op} {b} =\"'")
 
     def load(self, form: Form) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """(train rows, held-out rows) as prompts, demonstrations or pairs. UserError for the other forms.
+        """(train rows, held-out rows) in one of `forms`. UserError for another.
 
         pairs: the rejected answer is wrong by 1, 2 or 3, and not negative where the right one is not.
+        unpaired: the answers of the pair as two rows, so both are on the same side of the division.
+        ranked: the right answer, one wrong by 1, one wrong by 2 or 3.
         """
-        if form not in ("prompts", "demonstrations", "pairs"):
+        if form not in self.forms:
             raise UserError(
-                f"data: arithmetic has prompts, demonstrations and pairs, not {form}: type data=jsonl data.path=<file>"
+                f"data: arithmetic has {', '.join(self.forms)}, not {form}: type data=jsonl data.path=<file>"
             )
-        train, heldout = hold_out(self._problems(), self.heldout, seed=self.seed, key=_twin, name="data.heldout")
-        return [self._row(problem, form) for problem in train], [self._row(problem, form) for problem in heldout]
+        parts = hold_out(self._problems(), self.heldout, seed=self.seed, key=_twin, name="data.heldout")
+        train, heldout = ([row for problem in part for row in self._rows(problem, form)] for part in parts)
+        return train, heldout
 
     def _problems(self) -> list[Problem]:
         """Every problem once, shuffled; where there are more than wanted, a draw without replacement."""
@@ -85,21 +90,34 @@ class Arithmetic:
             problems.append((self.low + a, self.operations[op], self.low + b))
         return problems
 
-    def _row(self, problem: Problem, form: Form) -> dict[str, Any]:
+    def _rows(self, problem: Problem, form: Form) -> list[dict[str, Any]]:
+        """The row of a problem, or two where its answers are unpaired."""
         a, op, b = problem
         right = a + b if op == "+" else a - b if op == "-" else a * b
         text = self.question.replace("{a}", str(a)).replace("{op}", SIGNS[op]).replace("{b}", str(b))
-        row: dict[str, Any] = {"prompt": turn("user", text)}
+        row: dict[str, Any] = {"prompt": turn("user", text), "answer": str(right)}
+        if form == "prompts":
+            return [row]
+        best = _said(right)
         if form == "demonstrations":
-            row["completion"] = turn("assistant", str(right))
-        elif form == "pairs":
-            row["chosen"] = turn("assistant", str(right))
-            row["rejected"] = turn("assistant", str(self._wrong(problem, right)))
-        return row | {"answer": str(right)}
+            return [row | {"completion": best}]
+        if form == "ranked":
+            near, far = (_said(self._wrong(problem, right, steps)) for steps in ((1,), (2, 3)))
+            return [row | {"completions": [best, near, far]}]
+        wrong = _said(self._wrong(problem, right, (1, 2, 3)))
+        if form == "pairs":
+            return [row | {"chosen": best, "rejected": wrong}]
+        return [row | {"completion": best, "label": True}, row | {"completion": wrong, "label": False}]
 
-    def _wrong(self, problem: Problem, right: int) -> int:
-        near = [right + step for step in (-3, -2, -1, 1, 2, 3) if right < 0 or right + step >= 0]
+    def _wrong(self, problem: Problem, right: int, steps: tuple[int, ...]) -> int:
+        """Off by one of `steps`, up or down; not below 0 where the right answer is not."""
+        signed = sorted(sign * step for step in steps for sign in (-1, 1))
+        near = [right + step for step in signed if right < 0 or right + step >= 0]
         return random.Random(f"{self.seed} {problem}").choice(near)
+
+
+def _said(number: int) -> list[dict[str, Any]]:
+    return turn("assistant", str(number))
 
 
 def _twin(problem: Problem) -> str:

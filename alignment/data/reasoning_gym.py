@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, ClassVar
 
 from alignment.data.messages import turn
 from alignment.data.schema import Form
@@ -24,9 +24,11 @@ class ReasoningGym:
     seed: which questions; not the run's seed, so that runs with other seeds are comparable.
 
     Every row has `prompt`, `answer`, `task` and `entry`: what `score_answer(answer, entry)` of the task scores with.
-    prompts can always be had. demonstrations need an answer that the task itself scores 1, pairs also an answer of
-    another entry that it scores lower.
+    prompts can always be had. demonstrations need an answer that the task itself scores 1; pairs, ranked lists and
+    unpaired rows also answers of other entries that it scores lower.
     """
+
+    forms: ClassVar[tuple[str, ...]] = ("prompts", "demonstrations", "pairs", "unpaired", "ranked")
 
     def __init__(
         self,
@@ -41,15 +43,20 @@ class ReasoningGym:
         self.num_train, self.num_heldout = num_train, num_heldout
 
     def load(self, form: Form) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """(train rows, held-out rows) without a question in common. UserError where the task cannot serve the form."""
-        if form not in ("prompts", "demonstrations", "pairs"):
+        """(train rows, held-out rows) without a question in common. UserError where the task cannot serve the form.
+
+        unpaired: a right and a wrong answer to each question, as two rows.
+        ranked: the right answer and two wrong ones, the one that the task scores higher first; all lists have three.
+        """
+        if form not in self.forms:
             raise UserError(
-                f"data: reasoning_gym has prompts, demonstrations and pairs, not {form}: type data=jsonl "
-                "data.path=<file>"
+                f"data: reasoning_gym has {', '.join(self.forms)}, not {form}: type data=jsonl data.path=<file>"
             )
         dataset, entries = self._entries(self.num_heldout + self.num_train)
-        rows = [self._row(dataset, entries, i, form) for i in range(len(entries))]
-        return rows[self.num_heldout :], rows[: self.num_heldout]
+        rows = [self._rows(dataset, entries, i, form) for i in range(len(entries))]
+        parts = rows[: self.num_heldout], rows[self.num_heldout :]
+        heldout, train = ([row for of_entry in part for row in of_entry] for part in parts)
+        return train, heldout
 
     def _entries(self, count: int) -> tuple[Any, list[dict[str, Any]]]:
         """The dataset and its first `count` entries with different questions."""
@@ -90,17 +97,22 @@ class ReasoningGym:
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(f"data.config: {self.task} refuses it ({error}): mend data.config") from error
 
-    def _row(self, dataset: Any, entries: list[dict[str, Any]], i: int, form: Form) -> dict[str, Any]:
+    def _rows(self, dataset: Any, entries: list[dict[str, Any]], i: int, form: Form) -> list[dict[str, Any]]:
+        """The row of a question, or two where its answers are unpaired."""
         entry = entries[i]
         row: dict[str, Any] = {"prompt": turn("user", entry["question"])}
-        if form != "prompts":
-            right = self._right(dataset, entry)
-            if form == "pairs":
-                row["chosen"] = turn("assistant", right)
-                row["rejected"] = turn("assistant", self._wrong(dataset, entries, i))
-            else:
-                row["completion"] = turn("assistant", right)
-        return row | {"answer": entry["answer"], "task": self.task, "entry": entry}
+        row |= {"answer": entry["answer"], "task": self.task, "entry": entry}
+        if form == "prompts":
+            return [row]
+        right = turn("assistant", self._right(dataset, entry))
+        if form == "demonstrations":
+            return [row | {"completion": right}]
+        wrong = [turn("assistant", text) for text in self._wrong(dataset, entries, i, 2 if form == "ranked" else 1)]
+        if form == "ranked":
+            return [row | {"completions": [right, *wrong]}]
+        if form == "pairs":
+            return [row | {"chosen": right, "rejected": wrong[0]}]
+        return [row | {"completion": right, "label": True}, row | {"completion": wrong[0], "label": False}]
 
     def _right(self, dataset: Any, entry: dict[str, Any]) -> str:
         answer = entry["answer"]
@@ -111,13 +123,17 @@ class ReasoningGym:
             )
         return answer
 
-    def _wrong(self, dataset: Any, entries: list[dict[str, Any]], i: int) -> str:
-        """The answer of the nearest later entry that scores less than 1 here."""
+    def _wrong(self, dataset: Any, entries: list[dict[str, Any]], i: int, count: int) -> list[str]:
+        """Different answers of the nearest later entries that score less than 1 here, the best of them first."""
+        scores: dict[str, float] = {}
         for step in range(1, min(NUM_TRIES, len(entries) - 1) + 1):
             answer = entries[(i + step) % len(entries)]["answer"]
-            if isinstance(answer, str) and answer.strip() and dataset.score_answer(answer, entries[i]) < 1.0:
-                return answer
+            if isinstance(answer, str) and answer.strip() and (score := dataset.score_answer(answer, entries[i])) < 1.0:
+                scores.setdefault(answer, score)
+            if len(scores) == count:
+                return sorted(scores, key=lambda text: -scores[text])
+        found, what = ("no other answer", "pairs") if count == 1 else (f"{len(scores)} other answer(s)", "ranked lists")
         raise UserError(
-            f"data.task: no other answer of {self.task} is wrong for {entries[i]['question'][:60]!r}, so it gives no "
-            "pairs: choose another algorithm, or more rows"
+            f"data.task: {found} of {self.task} is wrong for {entries[i]['question'][:60]!r}, so it gives no {what}: "
+            "choose another algorithm, or more rows"
         )

@@ -54,11 +54,8 @@ def test_a_difference_is_not_its_mirror() -> None:
 
 
 def test_what_is_held_out_is_the_same_for_every_form_and_follows_the_seed() -> None:
-    held = [
-        {row["prompt"][0]["content"] for row in Arithmetic().load(form)[1]}
-        for form in ("prompts", "pairs", "demonstrations")
-    ]
-    assert held[0] == held[1] == held[2]
+    held = [{row["prompt"][0]["content"] for row in Arithmetic().load(form)[1]} for form in Arithmetic.forms]
+    assert len(held) == 5 and all(questions == held[0] for questions in held)
     assert Arithmetic().load("prompts") == Arithmetic().load("prompts")
     assert Arithmetic(seed=1).load("prompts")[1] != Arithmetic().load("prompts")[1]
 
@@ -74,6 +71,30 @@ def test_a_pair_prefers_the_right_number_to_a_near_one() -> None:
         assert right < 0 or wrong >= 0
         distances.add(wrong - right)
     assert distances == {-3, -2, -1, 1, 2, 3}
+
+
+def test_unpaired_answers_are_those_of_the_pair_as_two_rows() -> None:
+    pairs, rows = ([*Arithmetic().load(form)[0], *Arithmetic().load(form)[1]] for form in ("pairs", "unpaired"))
+    assert len(rows) == 2 * 81
+    for pair, good, bad in zip(pairs, rows[::2], rows[1::2], strict=True):
+        assert good == {name: pair[name] for name in ("prompt", "answer")} | {
+            "completion": pair["chosen"],
+            "label": True,
+        }
+        assert bad == good | {"completion": pair["rejected"], "label": False}
+
+
+def test_a_ranked_list_is_right_then_off_by_one_then_off_by_more() -> None:
+    train, held = Arithmetic(operations=["+", "-"], low=0, high=9).load("ranked")
+    distances = set()
+    for row in train + held:
+        a, op, b = parsed(row)
+        right, near, far = (int(turns[0]["content"]) for turns in row["completions"])
+        assert all(turns[0]["role"] == "assistant" for turns in row["completions"])
+        assert right == OPS[op](a, b) == int(row["answer"])
+        assert right < 0 or min(near, far) >= 0
+        distances.add((abs(near - right), abs(far - right)))
+    assert distances == {(1, 2), (1, 3)}
 
 
 def test_demonstrations_say_the_answer() -> None:
@@ -97,11 +118,15 @@ def test_parts_of_a_difficulty_are_overridden_and_the_question_too() -> None:
     }
 
 
-def test_the_rows_encode(in_bytes: Any) -> None:
-    examples, report = encode(
-        Arithmetic().load("pairs")[0], "pairs", in_bytes(), max_prompt_tokens=99, max_completion_tokens=9
-    )
-    assert len(examples) == 61 and not report.dropped
+@pytest.mark.parametrize(
+    ("form", "num_examples", "num_completions"),
+    [("prompts", 61, 0), ("demonstrations", 61, 1), ("pairs", 61, 2), ("unpaired", 122, 1), ("ranked", 61, 3)],
+)
+def test_the_rows_encode(in_bytes: Any, form: Any, num_examples: int, num_completions: int) -> None:
+    rows, _ = Arithmetic().load(form)
+    examples, report = encode(rows, form, in_bytes(), max_prompt_tokens=99, max_completion_tokens=9)
+    assert len(examples) == num_examples and not report.dropped
+    assert {len(example.completions) for example in examples} == {num_completions}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +146,9 @@ def test_keys_that_cannot_work_are_refused(keys: dict[str, Any], words: str) -> 
 
 
 def test_other_forms_are_refused() -> None:
-    with pytest.raises(
-        UserError, match="arithmetic has prompts, demonstrations and pairs, not ranked: type data=jsonl"
-    ):
-        Arithmetic().load("ranked")
+    words = "arithmetic has prompts, demonstrations, pairs, unpaired, ranked, not stepwise: type data=jsonl"
+    with pytest.raises(UserError, match=words):
+        Arithmetic().load("stepwise")
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "reasoning_gym"])

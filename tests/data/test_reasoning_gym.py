@@ -62,6 +62,25 @@ def test_demonstrations_and_pairs_are_checked_by_the_score() -> None:
         assert score(answer=row["rejected"][0]["content"], entry=row["entry"]) < 1.0
 
 
+def test_unpaired_answers_are_a_right_and_a_wrong_row_per_question() -> None:
+    pairs, rows = ([*gym().load(form)[0], *gym().load(form)[1]] for form in ("pairs", "unpaired"))
+    assert [row["label"] for row in rows] == [True, False] * 28
+    assert questions(rows[::2]) == questions(rows[1::2]) == questions(pairs)
+    assert [row["completion"] for row in rows[::2]] == [pair["chosen"] for pair in pairs]
+    assert [row["completion"] for row in rows[1::2]] == [pair["rejected"] for pair in pairs]
+
+
+def test_a_ranked_list_falls_in_the_score_of_the_task() -> None:
+    """countdown scores a wrong attempt above an answer of another form; chain_sum all wrong numbers alike."""
+    for task in ("chain_sum", "countdown"):
+        score = reasoning_gym.create_dataset(task).score_answer
+        for row in gym(task=task).load("ranked")[0]:
+            texts = [turns[0]["content"] for turns in row["completions"]]
+            scores = [score(answer=text, entry=row["entry"]) for text in texts]
+            assert len(set(texts)) == 3
+            assert scores[0] == 1.0 > scores[1] >= scores[2]
+
+
 def test_the_rows_encode_with_ids_that_repeat(in_bytes: Any) -> None:
     limits: dict[str, Any] = {"max_prompt_tokens": 999, "max_completion_tokens": 9}
     ids = []
@@ -84,7 +103,12 @@ def test_the_rows_encode_with_ids_that_repeat(in_bytes: Any) -> None:
         ),
         ({"config": {"seed": 3}}, "prompts", r"data.config.seed: follows from other keys"),
         ({"config": {"min_terms": 9, "max_terms": 2}}, "prompts", r"data.config: chain_sum refuses it \("),
-        ({}, "ranked", r"reasoning_gym has prompts, demonstrations and pairs, not ranked"),
+        ({}, "stepwise", r"reasoning_gym has prompts, demonstrations, pairs, unpaired, ranked, not stepwise"),
+        (
+            {"num_train": 1, "num_heldout": 1},
+            "ranked",
+            r"1 other answer\(s\) of chain_sum is wrong for .*so it gives no ranked lists",
+        ),
         (
             {"config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, "num_train": 500},
             "prompts",
