@@ -106,10 +106,11 @@ class Command:
     @property
     def lines(self) -> list[str]:
         """The overrides as Hydra needs them: `output_dir` is where Hydra puts a run, or a whole sweep."""
+        overrides = [with_plus(line) for line in self.overrides]
         if self.resume:
-            return [*self.overrides, f"output_dir={quote(self.resume)}", f"hydra.run.dir={quote(self.resume)}"]
+            return [*overrides, f"output_dir={quote(self.resume)}", f"hydra.run.dir={quote(self.resume)}"]
         where = "hydra.sweep.dir" if self.multirun else "hydra.run.dir"
-        return [re.sub(r"^\+{0,2}output_dir(?==)", where, line) for line in self.overrides]
+        return [re.sub(r"^\+{0,2}output_dir(?==)", where, line) for line in overrides]
 
     @property
     def machinery(self) -> list[str]:
@@ -132,6 +133,17 @@ def parse(argv: Sequence[str]) -> Command:
                 value = said if isinstance(said, str) else value
             command.resume = Path(value).absolute()
     return command
+
+
+# A choice that goes to a place of its own below another of the same group: `data@data.sources.chat=jsonl`.
+NESTED = r"data@(data\.sources\.\w+)"
+
+
+def with_plus(line: str) -> str:
+    """A line as Hydra wants it where nobody need say that something is added: such a choice always is, and a table of
+    names (`data.fields={prompt: text}`) may hold any. What an added key does not mean, validation says."""
+    line = re.sub(rf"^\+{{0,2}}(?={NESTED}=)", "+", line)
+    return re.sub(r"^(?=[\w.]+=\{)", "++", line)
 
 
 def quote(text: object) -> str:
@@ -222,7 +234,7 @@ class Composer:
         keys = [o for o in overrides if o not in choices and not o.is_hydra_override()]
         checked = [(choice, self._choice_problem(choice)) for choice in choices]
         problems += [problem for _, problem in checked if problem] + _chosen_twice(choices)
-        good = {choice.key_or_group: str(choice.input_line) for choice, problem in checked if not problem}
+        good = {choice.get_key_element(): str(choice.input_line) for choice, problem in checked if not problem}
         machinery = [str(override.input_line) for override in overrides if override.is_hydra_override()]
         whole, more = self._compose_what_works([*machinery, *good.values()])
         problems += more
@@ -230,6 +242,7 @@ class Composer:
             return None, None, problems
         cfg = OmegaConf.masked_copy(whole, [str(name) for name in whole if name != "hydra"])
         OmegaConf.set_struct(cfg, True)
+        problems += _nested_elsewhere(cfg, choices)
         problems += [problem for override in keys if (problem := self._set(cfg, override))]
         with read_write(whole.hydra):
             whole.hydra.job.override_dirname = _dirname(whole, [*choices, *keys])
@@ -239,7 +252,7 @@ class Composer:
     def read(self, lines: Sequence[str], *, sweeps: bool = False) -> tuple[list[Override], list[str]]:
         """Parse each line by itself; several values in one line are a problem unless this is a sweep."""
         parser, good, problems = OverridesParser.create(config_loader=self.loader), [], []
-        for line in lines:
+        for line in map(with_plus, lines):
             key, equals, _ = line.partition("=")
             if (equals or line.startswith("~")) and not re.fullmatch(r"(\+\+?|~)?\w[\w-]*([./@]\w[\w-]*)*", key):
                 problems.append(f"{line}: {key!r} is no key: type a name from --cfg job, such as optimizer.betas.0=0.9")
@@ -256,7 +269,7 @@ class Composer:
         return good, problems
 
     def _unreadable(self, line: str) -> str:
-        key, equals, value = line.partition("=")
+        key, equals, value = line.lstrip("+").partition("=")
         if not equals:
             near = [f"{group}={line}" for group in self.groups if line in self._options(group)]
             return f"{line}: is not of the form key=value: type {' or '.join(near) or f'{line}=<value>'}"
@@ -274,7 +287,10 @@ class Composer:
             return f"{group}: {why}: type a key of it, such as algorithm.lr=1e-5, or start a new run without resume="
         options = self._options(group)
         none = f"{group}=[]" if group in SEVERAL else f"~{group}" if group in MAY_BE_EMPTY else f"{group}=<option>"
-        if override.package is not None:
+        nested = override.package is not None and re.fullmatch(NESTED, f"{group}@{override.package}")
+        if nested and (override.is_delete() or not isinstance(value, str)):
+            return f"{group}@{override.package}: takes one option: type {group}@{override.package}=<option>"
+        if override.package is not None and not nested:
             return f"{group}: a run has one place for it, which {override.package!r} is not: type {group}={value}"
         if override.is_delete():
             return f"{group}: is emptied in another way: type {none}" if group in SEVERAL else None
@@ -310,6 +326,9 @@ class Composer:
         why = f"there is no such key in {parent or 'the config'}"
         inner = key[len(parent) :].lstrip(".").partition(".")[0]
         at = f"{parent}.{inner}" if parent else inner
+        if parent == "data.sources":
+            there = f" (there are: {', '.join(names)})" if names else ""
+            return f"{key}: no source is called {inner}{there}: type data@{at}=<option> to add it"
         if parent and not names:
             return f"{key}: {parent} is a value with nothing in it: type {parent}={value}"
         trainer = signatures.signature(SECTIONS["trainer"][0]) if parent == "trainer" else None
@@ -398,8 +417,16 @@ def _interval_without_optimiser(override: Override) -> str:
 def _chosen_twice(choices: list[Override]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for choice in choices:
-        lines.setdefault(choice.key_or_group, []).append(str(choice.input_line))
+        lines.setdefault(f"{choice.key_or_group}@{choice.package or ''}".rstrip("@"), []).append(str(choice.input_line))
     return [f"{group}: is chosen twice: type {' or '.join(said)}" for group, said in lines.items() if len(said) > 1]
+
+
+def _nested_elsewhere(cfg: DictConfig, choices: list[Override]) -> list[str]:
+    """Choices below one that has no place for them."""
+    lines = [str(choice.input_line).lstrip("+") for choice in choices if choice.package is not None]
+    if not lines or str(_value(cfg, "data._target_")).endswith(".Mix"):
+        return []
+    return [f"{line}: only data=mix has sources by name: type data=mix as well" for line in lines]
 
 
 def _first_value(override: Override) -> str:

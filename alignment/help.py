@@ -156,7 +156,7 @@ def _bases(file: Path) -> Iterator[Path]:
     """Files of the same group that a yaml starts from, nearest first."""
     for item in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []):
         if isinstance(item, str) and item != "_self_" and not item.startswith("/"):
-            base = file.parent / f"{item}.yaml"
+            base = file.parent / f"{item.removesuffix('@_here_')}.yaml"
             yield base
             yield from _bases(base)
 

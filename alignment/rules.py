@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "beta": ("at least 0", lambda x: 0 <= x < math.inf),
     "clip_eps": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "clip_eps_high": ("at least 0", lambda x: 0 <= x < math.inf),
+    "neftune_alpha": ("at least 0", lambda x: 0 <= x < math.inf),
     "label_smoothing": ("at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5),
     "lr": ("more than 0", lambda x: 0 < x < math.inf),
     "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
@@ -311,25 +313,55 @@ def rewards_given(cfg: Config) -> Iterator[str]:
         yield f"reward: {algorithm_name(cfg)} learns from rewards of its samples, none is chosen: type reward=accuracy"
 
 
+def _sources(cfg: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(key, node) of the data, and of every source that a mixture is made of."""
+    for key, node in (("data", get(cfg, "data")), *_inner("data.sources", get(cfg, "data.sources"))):
+        if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
+            yield key, node
+
+
+def _inner(key: str, nodes: Any) -> list[tuple[str, Any]]:
+    return [(f"{key}.{name}", node) for name, node in nodes.items()] if isinstance(nodes, Mapping) else []
+
+
+def _placed(message: str, key: str, node: Mapping[str, Any]) -> str:
+    """A source's message, which speaks of `data.path`, with its keys where they are."""
+    if key == "data":
+        return message
+    message = re.sub(r"\bdata=(?=\w)", f"data@{key}=", message)
+    message = re.sub(rf"\bdata\.(?=(?:{'|'.join(map(re.escape, node))})\b)", f"{key}.", message)
+    return message if message.startswith(key) else f"{key}: {message.removeprefix('data: ')}"
+
+
 def data_has_form(cfg: Config) -> Iterator[str]:
     """Sources that can make only some forms of data declare them; those that do not are asked when they load."""
-    forms, form = says(cfg, "data", "forms", None), says(cfg, "algorithm", "data_form", "prompts")
-    if forms is not None and form not in forms:
-        source = str(get(cfg, "data._target_")).rpartition(".")[2]
-        yield (
-            f"data: {source} has {', '.join(forms)}, but {algorithm_name(cfg)} learns from {form}: type data=jsonl"
-            " data.path=<file>, or choose another algorithm"
-        )
+    form = says(cfg, "algorithm", "data_form", "prompts")
+    for key, node in _sources(cfg):
+        forms = declared(node["_target_"], "forms", None)
+        if forms is not None and form not in forms:
+            source = node["_target_"].rpartition(".")[2]
+            message = (
+                f"data: {source} has {', '.join(forms)}, but {algorithm_name(cfg)} learns from {form}: type data=jsonl"
+                " data.path=<file>, or choose another algorithm"
+            )
+            yield _placed(message, key, {"path": None})
 
 
 def data_readable(cfg: Config) -> Iterator[str]:
     """Sources that say they can check their file without heavy imports do so now, not after the model has loaded."""
-    if not says(cfg, "data", "checks_itself", False):
-        return
-    module, _, name = cfg["data"]["_target_"].rpartition(".")
-    source = getattr(importlib.import_module(module), name)
-    keys = {key: value for key, value in cfg["data"].items() if key != "_target_"}
-    yield from source.problems(says(cfg, "algorithm", "data_form", "prompts"), **keys)
+    for key, node in _sources(cfg):
+        if declared(node["_target_"], "checks_itself", False):
+            module, _, name = node["_target_"].rpartition(".")
+            source = getattr(importlib.import_module(module), name)
+            keys = {name: value for name, value in node.items() if name != "_target_"}
+            for message in source.problems(says(cfg, "algorithm", "data_form", "prompts"), **keys):
+                yield _placed(message, key, keys)
+
+
+def smoothing_fits(cfg: Config) -> Iterator[str]:
+    """DFT's weight is the probability of one target; a spread one has none."""
+    if get(cfg, "algorithm.loss") == "dft" and (number(cfg, "algorithm.label_smoothing") or 0) > 0:
+        yield "algorithm.label_smoothing: only the nll loss has it: type algorithm.label_smoothing=0"
 
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -355,6 +387,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     group_large_enough,
     rollout_divides,
     batch_divides,
+    smoothing_fits,
     trainer_owned,
     precision_known,
     rewards_given,
