@@ -31,6 +31,6 @@ class CPO(PairModule):
             raise UserError(f"algorithm.loss: {error}") from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logprobs = self.logprobs(batch).logprobs
+        logprobs = self.scores(batch).logprobs
         values = self.pair_loss(self.pairs(logprobs, batch))
         return self.pair_mean(values, logprobs, batch, nll_weight=self.nll_weight)

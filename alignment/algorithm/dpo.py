@@ -70,7 +70,7 @@ class DPO(PairModule):
             raise UserError(f"algorithm.loss: {error}") from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        scores = self.logprobs(batch, stats=["log_sum_sq_probs"] if self.wpo else [])
+        scores = self.scores(batch, *(["log_sum_sq_probs"] if self.wpo else []))
         values = self.pair_loss(self.pairs(scores.logprobs, batch, ld_alpha=self.ld_alpha))
         if self.wpo:
             weights, stats = wpo_weights(scores.logprobs, scores.log_sum_sq_probs, batch.loss_mask)

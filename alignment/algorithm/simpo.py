@@ -1,6 +1,6 @@
 """SimPO and AlphaPO: average log-probs as rewards, no reference."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from alignment.losses.simpo import simpo
 
 class SimPO(PairModule):
     """SimPO (2405.14734) eq. 6; with alpha > 0 AlphaPO (2501.03884). `nll_weight` > 0 makes it CPO-SimPO."""
+
+    rewards_per_token: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -28,7 +30,7 @@ class SimPO(PairModule):
         self.options = {"beta": beta, "gamma_beta_ratio": gamma_beta_ratio, "label_smoothing": label_smoothing}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logprobs = self.logprobs(batch).logprobs
+        logprobs = self.scores(batch).logprobs
         pairs = self.pairs(logprobs, batch)
         values = alphapo(pairs, alpha=self.alpha, **self.options) if self.alpha else simpo(pairs, **self.options)
         return self.pair_mean(values, logprobs, batch, nll_weight=self.nll_weight)
