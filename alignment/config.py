@@ -399,6 +399,18 @@ class Composer:
             expanded = [[_first_value(override) for override in overrides]]
         return expanded, Path(str(master.hydra.sweep.dir)).absolute(), problems
 
+    def swept_lines(self) -> list[str]:
+        """The command's overrides for Hydra's sweeper. Before any job, Hydra composes what is not swept, with the default
+        option of a swept group: a key that only another option has is unknown to it, unless it is swept too, if only
+        over one value."""
+        lines = []
+        for override in self.read(self.command.lines, sweeps=True)[0]:
+            inner = "." in override.key_or_group and not override.is_hydra_override() and not override.is_delete()
+            fixed = inner and not override.is_sweep_override()
+            one = f"{override.get_key_element()}=choice({override.get_value_string()})"
+            lines.append(one if fixed and not self.read([one], sweeps=True)[1] else str(override.input_line))
+        return lines
+
 
 def _sweep_without_m(override: Override) -> str:
     key, value = override.get_key_element(), override.get_value_string()
@@ -574,7 +586,7 @@ def _preflight_sweep(session: Composer) -> tuple[Plan, list[str]]:
         for problem in dict.fromkeys(session.job([*lines, f"hydra.sweep.dir={quote(folder)}"], number).problems):
             found.setdefault(problem, []).append(number)
         checked += 1
-    overrides = [*session.command.lines, f"hydra.sweep.dir={quote(folder)}"]
+    overrides = [*session.swept_lines(), f"hydra.sweep.dir={quote(folder)}"]
     plan = Plan(session.command, overrides, folder, len(lists))
     return plan, problems + [_of_jobs(problem, numbers, lists[:checked]) for problem, numbers in found.items()]
 

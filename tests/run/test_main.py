@@ -139,6 +139,21 @@ def test_a_failing_job_is_recorded_and_the_others_go_on(
     assert all((tmp_path / "out" / str(number) / "seen0.json").exists() for number in range(5))
 
 
+def test_a_key_that_the_default_option_lacks_can_be_set_for_all_jobs_of_a_sweep(
+    run_py: ModuleType, toy: list[str], tmp_path: Path
+) -> None:
+    """Hydra alone composes it with the default algorithm first, which has no batch_size."""
+    fixed = ["algorithm.batch_size=24", "optimizer.betas=[0.8,0.9]", "data.question='{a} {op} {b}, please'"]
+    run_py.main([*toy, "-m", "algorithm=dpo,ipo", "algorithm.beta=0.2,0.3", *fixed, "seed=1", "output_dir=out"])
+    saved = [yaml.safe_load((tmp_path / "out" / str(job) / "config.yaml").read_text()) for job in range(4)]
+    assert [cfg["algorithm"]["batch_size"] for cfg in saved] == [24] * 4
+    assert [(cfg["algorithm"]["loss"], cfg["algorithm"]["beta"]) for cfg in saved] == [
+        ("sigmoid", 0.2), ("sigmoid", 0.3), ("ipo", 0.2), ("ipo", 0.3),
+    ]  # fmt: skip
+    assert saved[0]["optimizer"]["betas"] == [0.8, 0.9]
+    assert saved[0]["data"]["question"] == "{a} {op} {b}, please"
+
+
 def test_a_sweep_returns_its_objectives_in_order(run_py: ModuleType, toy: list[str]) -> None:
     assert run_py.run([*toy, "-m", "seed=4,1"]) == [{"score": 4.0}, {"score": 1.0}]
 
