@@ -91,17 +91,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of every run")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
+    result: dict[str, Any] = {"steps": options.steps, "machine": f"{platform.machine()}, {platform.python_version()}"}
     with tempfile.TemporaryDirectory() as name:
-        result = {
-            "steps": options.steps,
-            "machine": f"{platform.machine()}, {platform.python_version()}",
-            "curves": curves(Path(name) / "curves", options.steps),
-            "sweep": sweep(Path(name) / "sweep", options.steps),
-        }
-    text = json.dumps(result, indent=2)
-    print(text)
+        for part in (curves, sweep):
+            result[part.__name__] = part(Path(name) / part.__name__, options.steps)
+            print(json.dumps({part.__name__: result[part.__name__]}, indent=2), flush=True)
     if options.output:
-        options.output.write_text(text + "\n")
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
