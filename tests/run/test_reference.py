@@ -1,4 +1,4 @@
-"""One reference, whatever holds it: the same curves, one paid pass per sweep, and an adapter that training starts from."""
+"""One reference, whatever holds it: the same curves, one paid pass per sweep, and an adapter to start from."""
 
 from __future__ import annotations
 
