@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -28,7 +30,8 @@ from transformers import (
 )
 
 from alignment.errors import UserError
-from alignment.model.adapters import POLICY, compact_frozen_linears, trainable_state
+from alignment.model.adapters import POLICY, compact_frozen_linears, is_of_adapter, merged_weights, trainable_state
+from alignment.model.scorer import draw_head, has_score_head, head_name, pad_for_scores, score_head
 
 # Number format of the products under Lightning's mixed precisions.
 AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -165,15 +168,33 @@ class HFModel:
             raise UserError("model.adapter: 4 or 8 bit weights cannot be trained themselves: type model.adapter=lora")
         model: nn.Module = self._load(quantization_config)
         if self.gradient_checkpointing:
-            # Not re-entrant: that variant drops gradients where no input of a block needs one, as under a frozen base.
-            model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+            _checkpoint_activations(model)
         if self.adapter == "lora":
             model = self._existing_adapter(model, trainable=True) if self.adapter_path else self._fresh_adapter(model)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()
+            _train_in_float32(model)
         self._compact(model)
         return model.train()
+
+    def scorer(self, num_labels: int = 1, *, per_token: bool = False) -> nn.Module:
+        """A model to train, in train mode, with a head of `num_labels` in the place of the vocabulary's.
+
+        Of a completion (a reward model), or `per_token`. The head is trained in full rank also beside an adapter. A
+        folder that has such a head keeps it; otherwise it is drawn from torch's global generator. An adapter at
+        `adapter_path`, such as an SFT run's, is gone on with.
+        """
+        model: Any = self._load_scorer(num_labels, per_token)
+        if self.gradient_checkpointing:
+            _checkpoint_activations(model)
+        if self.adapter == "lora":
+            model = self._score_adapter(model, "TOKEN_CLS" if per_token else "SEQ_CLS")
+            _train_in_float32(model)
+        self._compact(model)
+        return model.train()
+
+    def frozen_scorer(self, num_labels: int = 1, *, per_token: bool = False) -> nn.Module:
+        """A trained scorer in eval mode, without gradients. Raises UserError where the folder has no such head."""
+        model = self._load_scorer(num_labels, per_token, trained=True)
+        return model.requires_grad_(False).eval()
 
     def frozen(self, quantization_config: Any = None) -> nn.Module:
         """An independent frozen copy, in eval mode, of what training starts from: base and adapter at `adapter_path`.
@@ -202,8 +223,61 @@ class HFModel:
             model.generation_config.do_sample = True
         return model
 
-    def _fresh_adapter(self, model: Any) -> nn.Module:
-        settings = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **copy.deepcopy(self.lora)}
+    def _load_scorer(self, num_labels: int, per_token: bool, *, trained: bool = False) -> PreTrainedModel:
+        config = self._fetch(AutoConfig.from_pretrained)
+        _set_dropout(config, self.dropout)
+        config.num_labels = num_labels
+        kind = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
+        if per_token:
+            config.classifier_dropout = 0.0  # transformers' default is 0.1; ours is before the head, never in it
+        options = {"config": config, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        try:
+            model, found = self._fetch(kind.from_pretrained, output_loading_info=True, **options)
+        except (ValueError, RuntimeError) as error:  # no such class for this architecture; a head of another size
+            raise UserError(
+                f"model.path: {self.folder} cannot carry a head of {num_labels} label(s): type model.path=<a language "
+                f"model, or a model with such a head>. {type(error).__name__}: {str(error).strip()[:500]}"
+            ) from error
+        missing, name = sorted(found["missing_keys"]), head_name(model)
+        others = [key for key in missing if not key.startswith(f"{name}.")]
+        if others or (missing and trained):
+            what = "is no whole model" if others else "is no trained scorer"
+            raise UserError(f"model.path: {self.folder} {what}: it has no {(others or missing)[0]}")
+        if missing:
+            draw_head(score_head(model))
+        model.config.get_text_config().pad_token_id = pad_for_scores(self.tokenizer, self.stop_ids)
+        return model
+
+    def _score_adapter(self, model: Any, task: str) -> nn.Module:
+        """An adapter beside a head that is trained as a whole: a fresh one, or the one at `adapter_path`."""
+        name = head_name(model)
+        if self.adapter_path is None:
+            also = self.lora.get("modules_to_save") or []
+            # PEFT knows the head's place for sequences only, and would put an adapter on the one for tokens.
+            extra = {"task_type": task, "modules_to_save": [*also, name]}
+            return self._fresh_adapter(model, extra | ({"exclude_modules": [name]} if task == "TOKEN_CLS" else {}))
+        with self._adapter_errors(), _peft_warnings():
+            config, path = self._adapter_config()
+            config.task_type, config.inference_mode = task, False
+            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or []), name]))
+            policy: Any = get_peft_model(model, config)
+            head = {f"base_model.model.{name}.{n}": p for n, p in score_head(policy).named_parameters()}
+            done = set_peft_model_state_dict(policy, {**head, **load_peft_weights(path, device="cpu")})
+        lost = sorted(done.unexpected_keys) + sorted(k for k in done.missing_keys if ".lora_" in k)
+        if lost:
+            raise UserError(
+                f"model.adapter_path: {self.adapter_path} cannot be used below a score head, see {lost[0]}: type "
+                "model.adapter_path=<an adapter of the layers alone>"
+            )
+        return policy
+
+    def _fresh_adapter(self, model: Any, extra: Mapping[str, Any] | None = None) -> nn.Module:
+        settings = {
+            "task_type": "CAUSAL_LM",
+            "target_modules": "all-linear",
+            **copy.deepcopy(self.lora),
+            **(extra or {}),
+        }
         try:
             with _peft_warnings():
                 return get_peft_model(model, LoraConfig(**settings, revision=self.revision))
@@ -216,15 +290,24 @@ class HFModel:
             raise UserError(f"model.lora: {error}: type model.lora.<setting>=<value>") from error
 
     def _existing_adapter(self, model: Any, *, trainable: bool) -> nn.Module:
+        with self._adapter_errors(), _peft_warnings():
+            config, path = self._adapter_config()
+            # Loaded on the CPU like the base: by default every process of a GPU machine would load onto GPU 0.
+            return PeftModel.from_pretrained(model, path, is_trainable=trainable, config=config, torch_device="cpu")
+
+    def _adapter_config(self) -> tuple[Any, str]:
+        """The settings of the adapter at `adapter_path`, and where it is."""
         place = Path(self.adapter_path or "").expanduser()
         path = str(place.resolve()) if place.is_dir() else str(self.adapter_path)
+        config: Any = PeftConfig.from_pretrained(path)
+        config.lora_dropout = self.lora.get("lora_dropout", 0.0)
+        config.base_model_name_or_path, config.revision = self.folder, self.revision
+        return config, path
+
+    @contextmanager
+    def _adapter_errors(self) -> Iterator[None]:
         try:
-            config: Any = PeftConfig.from_pretrained(path)
-            config.lora_dropout = self.lora.get("lora_dropout", 0.0)
-            config.base_model_name_or_path, config.revision = self.folder, self.revision
-            with _peft_warnings():
-                # Loaded on the CPU like the base: by default every process of a GPU machine would load onto GPU 0.
-                return PeftModel.from_pretrained(model, path, is_trainable=trainable, config=config, torch_device="cpu")
+            yield
         except (OSError, ValueError, RuntimeError, Warning) as error:
             raise UserError(
                 f"model.adapter_path: {self.adapter_path} cannot be used with {self.folder}: type "
@@ -241,7 +324,12 @@ class HFModel:
 
         state_dict: the whole weights under the policy's own names, where its live ones are only a shard. Everything
         written is read back and compared. Raises UserError where a tensor is empty, missing or different.
+
+        A scorer is written as one plain model, its adapter merged in: what loads it needs neither peft nor the base.
         """
+        if has_score_head(policy):
+            self._save_scorer(policy, Path(folder), state_dict)
+            return
         live: Any = policy
         state = dict(state_dict) if state_dict is not None else policy.state_dict()
         if isinstance(policy, PeftModel):
@@ -249,13 +337,31 @@ class HFModel:
             config.base_model_name_or_path = self.folder
             # Never the base's embeddings: they are frozen, and peft would ask the hub whether they were resized.
             expected = get_peft_model_state_dict(policy, state, POLICY, save_embedding_layers=False)
-            _check_covered({name: state[name] for name in trainable_state(policy)}, expected)
+            others = [name for name in policy.peft_config if name != POLICY]  # a critic's is not the policy
+            trained = [name for name in trainable_state(policy) if not any(is_of_adapter(name, o) for o in others)]
+            _check_covered({name: state[name] for name in trained}, expected)
             live.save_pretrained(folder, selected_adapters=[POLICY], save_embedding_layers=False, state_dict=state)
         else:
             expected = state
             live.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
         check_written(Path(folder), expected)
+
+    def _save_scorer(self, policy: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None) -> None:
+        if state_dict is not None and isinstance(policy, PeftModel):
+            raise UserError("an adapter in shards cannot be merged into its base: type model.adapter=none")
+        plain: Any = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        weights = dict(state_dict if state_dict is not None else merged_weights(policy))
+        dtype = plain.config.dtype  # merged weights are float32, frozen ones may be compact: the folder has one dtype
+        weights = {n: (w.to(dtype) if w.is_floating_point() else w).contiguous() for n, w in weights.items()}
+        with torch.device("meta"):
+            shell: Any = type(plain)(copy.deepcopy(plain.config))
+        shell.save_pretrained(folder, state_dict=weights)
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(plain.config.get_text_config().pad_token_id)
+        tokenizer.padding_side = "right"
+        tokenizer.save_pretrained(folder)
+        check_written(folder, weights)
 
 
 def check_written(folder: Path, expected: Mapping[str, Tensor]) -> None:
@@ -280,6 +386,17 @@ def check_written(folder: Path, expected: Mapping[str, Tensor]) -> None:
     # Some classes (mixtures of experts) write under other names than their own: then at least nothing may be lost.
     if untied and sum(tensor.numel() for tensor in untied.values()) != unknown:
         _require(False, folder, min(untied), "is missing")
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """Not re-entrant: that variant drops gradients where no input of a block needs one, as under a frozen base."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _train_in_float32(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

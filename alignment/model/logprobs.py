@@ -30,6 +30,7 @@ from alignment.errors import UserError
 from alignment.model import shared_attention
 from alignment.model.fused_lora import fuse_lora
 from alignment.model.head import LogitMap, as_forward_of, head_scores
+from alignment.model.neftune import EmbeddingNoise, noisy_embeddings
 from alignment.model.shared_attention import SharedRow
 
 PATHS = ("auto", "dense", "packed", "cache")
@@ -41,13 +42,17 @@ class TokenScores:
     """Per-token numbers of N completions, each (N, C) and 0 outside `batch.completion_mask`.
 
     logprobs: float32 (float64 for a float64 model), differentiable. The others were asked for or are None: entropy in
-    nats, log_sum_sq_probs = log sum_v p_v^2 (both float, detached unless `entropy_grad`), is_top1 (bool).
+    nats (detached unless `entropy_grad`), log_sum_sq_probs = log sum_v p_v^2 (detached), is_top1 (bool), vocab_mean =
+    the mean of log p_v over the vocabulary (differentiable), states: as `completion_states` gives them, (number of
+    completion tokens, H), differentiable.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
+    vocab_mean: Tensor | None = None
+    states: Tensor | None = None
 
 
 def completion_logprobs(
@@ -60,6 +65,8 @@ def completion_logprobs(
     entropy: bool = False,
     entropy_grad: bool = False,
     stats: Collection[str] = (),
+    neftune_alpha: float = 0.0,
+    states: bool = False,
 ) -> TokenScores:
     """Log-prob of every completion token given its prompt and the completion before it.
 
@@ -67,7 +74,10 @@ def completion_logprobs(
     temperature divides the logits; policy, old and reference passes must use the one the completions were sampled at.
     path: "auto" takes packed where the model allows it, else cache, else dense, whichever is exact. The choice depends
     on the model and the batch's shape alone, so that passes over one batch agree bit for bit.
-    stats: of "log_sum_sq_probs", "is_top1", "entropy" (the same as entropy=True).
+    stats: of "log_sum_sq_probs", "is_top1", "vocab_mean", "entropy" (the same as entropy=True).
+    neftune_alpha: noise on the input embeddings (NEFTune), drawn from torch's global generator; 0 = none. It is the same
+    for dense, packed and cache, and for one completion per prompt only.
+    states: also give the hidden states before each token, for a value head that reads the policy's own.
     Raises UserError for a model whose logits are not a known function of its head, a path that would not be exact for
     it, a temperature of 0, a completion after an empty prompt.
     """
@@ -78,10 +88,10 @@ def completion_logprobs(
     causal = causal_lm(model)
     forward = causal.forward
 
-    def scores() -> dict[str, Tensor]:
+    def scores() -> tuple[dict[str, Tensor], Tensor]:
         anatomy = _anatomy(causal, forward, batch)
-        hidden = _token_states(causal, anatomy, batch, path, before=True)
-        return head_scores(
+        hidden = _token_states(causal, anatomy, batch, path, before=True, neftune_alpha=neftune_alpha)
+        found = head_scores(
             hidden,
             _head(causal),
             batch.completion_ids[batch.completion_mask],
@@ -90,25 +100,44 @@ def completion_logprobs(
             stats=sorted(wanted),
             entropy_grad=entropy_grad,
         )
+        return found, hidden
 
-    flat = as_forward_of(causal, scores)
-    return TokenScores(**{name: _spread(value, batch.completion_mask) for name, value in flat.items()})
+    flat, hidden = as_forward_of(causal, scores)
+    spread = {name: _spread(value, batch.completion_mask) for name, value in flat.items()}
+    return TokenScores(**spread, states=hidden if states else None)
 
 
-def completion_states(model: nn.Module, batch: Batch, *, path: str = "auto", before: bool = True) -> Tensor:
+def completion_states(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    path: str = "auto",
+    before: bool = True,
+    head: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Last hidden states for a value or reward head: (number of completion tokens, H), differentiable.
 
     Row k belongs to the k-th True of `batch.completion_mask`. `before`: the state that predicts the token (a critic
     judges what came before the token); otherwise the state at the token (a reward model reads it at the last one).
+    model: a causal LM, or a classifier on the same backbone, which has a head of its own in the place of the
+    vocabulary's. head: what to make of the states, inside the forward of the model, where sharded weights are whole.
     """
     _check_rows(batch)
-    causal = causal_lm(model)
+    causal = causal_lm(model, vocabulary=False)
     forward = causal.forward
-    return as_forward_of(causal, lambda: _token_states(causal, _anatomy(causal, forward, batch), batch, path, before))
+
+    def states() -> Tensor:
+        hidden = _token_states(causal, _anatomy(causal, forward, batch), batch, path, before)
+        return hidden if head is None else head(hidden)
+
+    return as_forward_of(causal, states)
 
 
-def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face causal LM inside. Its adapter layers, put in place by PEFT, stay active."""
+def causal_lm(model: nn.Module, *, vocabulary: bool = True) -> PreTrainedModel:
+    """The Hugging Face causal LM inside. Its adapter layers, put in place by PEFT, stay active.
+
+    vocabulary: False takes a model without output embedding too.
+    """
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise UserError(
@@ -116,10 +145,10 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             "take an adapter inside the layers, such as LoRA"
         )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None or base.get_decoder() is base:
-        raise UserError(
-            f"expected a Hugging Face causal LM (a backbone and an output embedding), got {type(base).__name__}"
-        )
+    headless = vocabulary and isinstance(base, PreTrainedModel) and base.get_output_embeddings() is None
+    if not isinstance(base, PreTrainedModel) or headless or base.get_decoder() is base:
+        needed = "a backbone and an output embedding" if vocabulary else "a backbone and a head"
+        raise UserError(f"expected a Hugging Face causal LM ({needed}), got {type(base).__name__}")
     return base
 
 
@@ -180,13 +209,14 @@ def _examine(causal: PreTrainedModel, forward: Callable[..., Any], token: Tensor
     config = causal.config.get_text_config()
     window, odd_layers = _attention_layers(config)
     logit_map = _logit_map(config)
-    not_packed = odd_layers or _try_packed(causal, forward, token)
-    _check_head(causal, forward, logit_map, token)
+    not_packed = odd_layers or _try_packed(causal, token)
+    if causal.get_output_embeddings() is not None:
+        _check_head(causal, forward, logit_map, token)
     return Anatomy(causal.config._attn_implementation, logit_map, not_packed, odd_layers or _not_cached(causal), window)
 
 
 @torch.no_grad()
-def _try_packed(causal: PreTrainedModel, forward: Callable[..., Any], token: Tensor) -> str:
+def _try_packed(causal: PreTrainedModel, token: Tensor) -> str:
     """Why the model cannot take a packed row, or "": does its attention reach `SharedRow.attend`, in every layer?"""
     if "position_ids" not in inspect.signature(causal.get_decoder().forward).parameters:
         return "its forward takes no position_ids"
@@ -194,7 +224,10 @@ def _try_packed(causal: PreTrainedModel, forward: Callable[..., Any], token: Ten
     row = SharedRow([2], [[1, 1]], token.device)
     positions = torch.tensor([[0, 1, 2, 2]], device=token.device)
     try:
-        forward(input_ids=token.repeat(1, 4), position_ids=positions, use_cache=False, **_packed_arguments(row))
+        # The backbone, as every path calls it: a classifier's own forward looks for padding in the row.
+        causal.get_decoder()(
+            input_ids=token.repeat(1, 4), position_ids=positions, use_cache=False, **_packed_arguments(row)
+        )
     except (TypeError, ValueError, RuntimeError) as error:  # what a forward written for other masks answers with
         return f"its forward does not take a packed row ({type(error).__name__}: {error})"
     if row.foreign:
@@ -293,13 +326,17 @@ def _slides(batch: Batch, window: int | None) -> str:
 # ---------------------------------------------------------------------------------------- the three paths
 
 
-def _token_states(causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str, before: bool) -> Tensor:
+def _token_states(
+    causal: PreTrainedModel, anatomy: Anatomy, batch: Batch, path: str, before: bool, neftune_alpha: float = 0.0
+) -> Tensor:
     """(number of completion tokens, H): the last hidden state before, or at, each of them."""
+    fed = _fed(batch, before)[1]
+    noise = EmbeddingNoise.draw(causal, batch, fed, alpha=neftune_alpha) if neftune_alpha else None
     states = {"dense": _dense, "packed": _packed, "cache": _cached}[_choose(causal, anatomy, batch, path)]
     # Under autocast an adapter's product casts its input itself; PEFT would first blow it up to float32 and back.
     casts = torch.is_autocast_enabled(batch.prompt_ids.device.type)
     with disable_input_dtype_casting(causal) if casts else contextlib.nullcontext():
-        return states(causal, batch, before)
+        return states(causal, batch, before, noise)
 
 
 def _fed(batch: Batch, before: bool) -> tuple[Tensor, Tensor]:
@@ -311,29 +348,31 @@ def _fed(batch: Batch, before: bool) -> tuple[Tensor, Tensor]:
     return (ids[:, :-1], mask[:, 1:]) if before else (ids, mask)
 
 
-def _dense(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
+def _dense(causal: PreTrainedModel, batch: Batch, before: bool, noise: EmbeddingNoise | None) -> Tensor:
     ids, mask = _fed(batch, before)
     mask = torch.cat([batch.prompt_mask.repeat_interleave(batch.group_size, 0), mask], 1)
-    hidden = causal.get_decoder()(
-        input_ids=torch.cat([batch.prompt_ids.repeat_interleave(batch.group_size, 0), ids], 1),
-        attention_mask=mask.long(),
-        position_ids=_positions(mask),
-        use_cache=False,
-    ).last_hidden_state
+    with noisy_embeddings(causal, noise and torch.cat([noise.prompt, noise.completion], 1)):
+        hidden = causal.get_decoder()(
+            input_ids=torch.cat([batch.prompt_ids.repeat_interleave(batch.group_size, 0), ids], 1),
+            attention_mask=mask.long(),
+            position_ids=_positions(mask),
+            use_cache=False,
+        ).last_hidden_state
     return hidden[:, batch.prompt_mask.shape[1] - before :][batch.completion_mask]
 
 
-def _cached(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
+def _cached(causal: PreTrainedModel, batch: Batch, before: bool, noise: EmbeddingNoise | None) -> Tensor:
     name = _cache_argument(causal)
     assert name is not None
     cache = DynamicCache(config=causal.config.get_text_config())
-    first = causal.get_decoder()(
-        input_ids=batch.prompt_ids,
-        attention_mask=batch.prompt_mask.long(),
-        position_ids=_positions(batch.prompt_mask),
-        use_cache=True,
-        **{name: cache},
-    ).last_hidden_state[:, -1:]
+    with noisy_embeddings(causal, noise and noise.prompt):
+        first = causal.get_decoder()(
+            input_ids=batch.prompt_ids,
+            attention_mask=batch.prompt_mask.long(),
+            position_ids=_positions(batch.prompt_mask),
+            use_cache=True,
+            **{name: cache},
+        ).last_hidden_state[:, -1:]
     first = first.repeat_interleave(batch.group_size, 0)
     ids, mask = _fed(batch, before)
     if (
@@ -342,13 +381,14 @@ def _cached(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
         ids, mask = batch.completion_ids, torch.zeros_like(batch.completion_mask)
     cache.batch_repeat_interleave(batch.group_size)
     mask = torch.cat([batch.prompt_mask.repeat_interleave(batch.group_size, 0), mask], 1)
-    hidden = causal.get_decoder()(
-        input_ids=ids,
-        attention_mask=mask.long(),
-        position_ids=_positions(mask)[:, -ids.shape[1] :],
-        use_cache=True,
-        **{name: cache},
-    ).last_hidden_state
+    with noisy_embeddings(causal, noise.completion if noise and noise.completion.shape[1] else None):
+        hidden = causal.get_decoder()(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=_positions(mask)[:, -ids.shape[1] :],
+            use_cache=True,
+            **{name: cache},
+        ).last_hidden_state
     width = batch.completion_mask.shape[1]
     return (torch.cat([first, hidden], 1)[:, :width] if before else hidden)[batch.completion_mask]
 
@@ -357,7 +397,7 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def _packed(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
+def _packed(causal: PreTrainedModel, batch: Batch, before: bool, noise: EmbeddingNoise | None) -> Tensor:
     prompts, group = batch.prompt_mask.shape[0], batch.group_size
     ids, mask = _fed(batch, before)
     # A grid with a prompt and all its completions per line: its real entries, line by line, are the row.
@@ -365,12 +405,13 @@ def _packed(causal: PreTrainedModel, batch: Batch, before: bool) -> Tensor:
     lengths = batch.prompt_mask.sum(1)
     positions = lengths[:, None, None] + torch.arange(mask.shape[1], device=mask.device).expand(prompts, group, -1)
     row = SharedRow(lengths.tolist(), mask.sum(1).view(prompts, group).tolist(), mask.device)
-    hidden = causal.get_decoder()(
-        input_ids=torch.cat([batch.prompt_ids, ids.reshape(prompts, -1)], 1)[grid][None],
-        position_ids=torch.cat([_positions(batch.prompt_mask), positions.flatten(1)], 1)[grid][None],
-        use_cache=False,
-        **_packed_arguments(row),
-    ).last_hidden_state[0]
+    with noisy_embeddings(causal, noise and torch.cat([noise.prompt, noise.completion], 1)[grid][None]):
+        hidden = causal.get_decoder()(
+            input_ids=torch.cat([batch.prompt_ids, ids.reshape(prompts, -1)], 1)[grid][None],
+            position_ids=torch.cat([_positions(batch.prompt_mask), positions.flatten(1)], 1)[grid][None],
+            use_cache=False,
+            **_packed_arguments(row),
+        ).last_hidden_state[0]
     where = (grid.flatten().cumsum(0) - 1).view(prompts, -1)
     width = batch.prompt_mask.shape[1]
     at = where[:, width:].reshape(prompts * group, -1)
