@@ -59,6 +59,7 @@ class Batch:
     | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |
     | step_tokens, step_examples | float | loss tokens and prompts of the whole optimizer step, over all ranks |
     | step_chosen_tokens | float | offline: loss tokens of each prompt's first completion, over the same |
+    | step_counts | dict of float | online: what each reduction of a policy loss divides by, over the same |
     | examples | list of B `Example` | rows the prompts came from |
     | texts | list of N str | decoded completions, online and in evaluation |
     """
@@ -89,6 +90,7 @@ class Batch:
         self.step_tokens: float = float(self.loss_mask.sum())
         self.step_examples: float = float(len(prompt_ids))
         self.step_chosen_tokens: float = float(self.loss_mask[:: max(group_size, 1)].sum())
+        self.step_counts: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Number of completions N (of prompts, where there are no completions yet)."""

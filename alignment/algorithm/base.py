@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from alignment.algorithm.meter import Meter
-from alignment.batch import Batch
+from alignment.batch import Batch, Example
 from alignment.errors import UserError
+from alignment.losses.reduce import Moments, moments
 from alignment.model.logprobs import TokenScores, completion_logprobs
 from alignment.ref_strategy.base import Reference
 
@@ -34,6 +36,8 @@ class AlignmentModule(L.LightningModule):
     online: ClassVar[bool] = False
     # "required", "beta" (only if beta > 0) or "optional" (only to report the KL).
     reference_need: ClassVar[str] = "optional"
+    # Whether completions are sampled from it, if only in evaluation.
+    samples: ClassVar[bool] = True
     # Smallest group size that means anything.
     min_group: ClassVar[int] = 1
 
@@ -66,6 +70,7 @@ class AlignmentModule(L.LightningModule):
         )
         self.policy = None
         self.temperature = 1.0
+        self.max_new_tokens = 0  # the longest completion that is sampled; the rollout's own setting
         self.total_steps = 1
         self.start_step = 0  # of a resumed run; the trainer's own counter knows it only once it fits
         self.meter = Meter()
@@ -104,6 +109,10 @@ class AlignmentModule(L.LightningModule):
         """The same under the reference, detached; None where the reference cannot know them."""
         assert self.policy is not None
         return self.reference.logprobs(self.policy, batch, self.score)
+
+    def reference_examples(self, data: Any) -> list[Example]:
+        """Every example of a fixed dataset whose reference log-probs are read: what can be computed in advance."""
+        return [*data.train, *data.heldout]
 
     @torch.no_grad()
     def score(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -315,6 +324,14 @@ class OnlineModule(AlignmentModule):
             batch.to(self.device)
             self.set_old_logprobs(batch)
         return microbatches
+
+    def global_moments(self, values: Tensor, mask: Tensor | None = None) -> Moments:
+        """Moments of what all ranks hold, where `mask` (default: where not NaN). Every rank must call it."""
+        mine = moments(values.double().cpu(), None if mask is None else mask.cpu())
+        table = torch.zeros(self.trainer.world_size, 3, dtype=torch.float64)
+        table[self.trainer.global_rank] = torch.stack(list(mine))
+        merged = functools.reduce(Moments.merge, (Moments(*row) for row in self._sum_over_ranks(table)))
+        return Moments(*(number.to(values.device, values.dtype) for number in merged))
 
     def set_old_logprobs(self, batch: Batch) -> None:
         """Old log-probs, from the very pass that training will make, so that the first ratio is exactly 1.

@@ -1,21 +1,21 @@
-"""Group Relative Policy Optimization."""
+"""Group Relative Policy Optimization and the losses that followed it."""
 
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from alignment.algorithm.base import OnlineModule
+from alignment.algorithm.policy_gradient import PolicyGradientModule
 from alignment.batch import Batch
 from alignment.losses.advantages import group_advantages
-from alignment.losses.grpo import clipped_policy_loss
-from alignment.losses.kl import corrected_k3, kl_stats
+from alignment.losses.grpo import Result
+from alignment.losses.kl import kl_loss, kl_stats
 
 
-class GRPO(OnlineModule):
+class GRPO(PolicyGradientModule):
     """DeepSeekMath (2402.03300) eq. 3, with the KL term corrected as in DeepSeek-V3.2 (2512.02556).
 
-    Departs from the paper: the mean is over all tokens of the optimizer step (DAPO, 2503.14476) instead of a mean of
-    per-sequence means, so that a token weighs the same in a short and in a long answer.
+    `algorithm=grpo` departs from the paper: `loss: dapo`, the mean over all tokens of the optimizer step (DAPO,
+    2503.14476) instead of a mean of per-sequence means, so that a token weighs the same in every answer.
     """
 
     reference_need: ClassVar[str] = "beta"
@@ -24,34 +24,21 @@ class GRPO(OnlineModule):
     def __init__(
         self,
         *passed: Any,
-        beta: float,
-        clip_eps: float,
-        clip_eps_high: float | None,
-        scale_rewards: Literal["group", "batch", "none"],
+        kl: Literal["k2", "k3", "k3_corrected", "k3_straight_through"],
+        scale_rewards: Literal["group", "batch", "none", "leave_one_out"],
         **common: Any,
     ) -> None:
         super().__init__(*passed, **common)
-        self.beta, self.clip_eps, self.clip_eps_high, self.scale_rewards = beta, clip_eps, clip_eps_high, scale_rewards
+        self.kl_loss, self.scale_rewards = kl_loss(kl), scale_rewards
 
     def advantages(self, rollout: Batch) -> Tensor:
         assert rollout.rewards is not None
-        return group_advantages(rollout.rewards, rollout.group_size, scale=self.scale_rewards)
+        of = self.global_moments(rollout.rewards) if self.scale_rewards == "batch" else None
+        return group_advantages(rollout.rewards, rollout.group_size, scale=self.scale_rewards, of=of)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        assert batch.advantages is not None
-        logprobs, mask, ref_logprobs = self.logprobs(batch).logprobs, batch.loss_mask, batch.ref_logprobs
-        values, stats = clipped_policy_loss(
-            logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            mask,
-            clip_eps=self.clip_eps,
-            clip_eps_high=self.clip_eps_high,
-        )
-        if ref_logprobs is not None:
-            values = values + self.beta * corrected_k3(logprobs, ref_logprobs, batch.old_logprobs)
-            self.log_stats({"kl": kl_stats(logprobs, ref_logprobs, mask)["kl"]}, mask)
-        loss = self.token_mean(values, batch)
-        self.log_loss(loss, batch, batch.step_tokens)
-        self.log_stats(stats, mask)
-        return loss
+    def token_losses(self, logprobs: Tensor, batch: Batch) -> Result:
+        values, stats = super().token_losses(logprobs, batch)
+        if batch.ref_logprobs is None:
+            return values, stats
+        values = values + self.beta * self.kl_loss(logprobs, batch.ref_logprobs, batch.old_logprobs)
+        return values, stats | {"kl": kl_stats(logprobs, batch.ref_logprobs, batch.loss_mask)["kl"]}

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 
 from alignment.batch import Batch, Example, pad
+from alignment.losses.reduce import REDUCTIONS, step_count
 
 # Seeds of training rollouts and of evaluations are drawn from disjoint ranges.
 EVALUATION_SEED = 1 << 40
@@ -131,15 +132,16 @@ def to_batch(examples: Sequence[Example], completions, group_size: int) -> Batch
 
 
 def count_step_tokens(trainer: Any, microbatches: list[Batch]) -> None:
-    """Loss tokens and prompts of each accumulation window, over all ranks: one all-reduce per rollout."""
+    """What a mean of each accumulation window divides by, over all ranks: one all-reduce per rollout."""
     window = trainer.accumulate_grad_batches
-    starts = range(0, len(microbatches), window)
-    tokens = [sum(float(batch.loss_mask.sum()) for batch in microbatches[i : i + window]) for i in starts]
-    rows = [sum(float(len(batch)) for batch in microbatches[i : i + window]) for i in starts]
-    counts = trainer.strategy.reduce(torch.tensor([tokens, rows], device=trainer.strategy.root_device), reduce_op="sum")
-    for step, start in enumerate(starts):
-        for batch in microbatches[start : start + window]:
-            batch.step_tokens, batch.step_examples = float(counts[0, step]), float(counts[1, step])
+    steps = [microbatches[i : i + window] for i in range(0, len(microbatches), window)]
+    mine = [[sum(float(step_count(batch.loss_mask, name)) for batch in step) for name in REDUCTIONS] for step in steps]
+    counts = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="sum")
+    for step, row in zip(steps, counts.tolist(), strict=True):
+        for batch in step:
+            batch.step_counts = dict(zip(REDUCTIONS, row, strict=True))
+            batch.step_tokens = batch.step_counts["token_mean"]
+            batch.step_examples = batch.step_counts["row_mean_token_sum"]
 
 
 def log_rollout(meter, phase: str, batch: Batch) -> None:

@@ -23,8 +23,7 @@ from alignment.callbacks.rollout import RolloutCallback
 from alignment.callbacks.samples import SamplesCallback
 from alignment.config import build
 from alignment.data.datamodule import AlignmentData, OfflineData, OnlineData
-from alignment.data.encode import encode
-from alignment.data.schema import Form
+from alignment.data.prepare import prepare
 from alignment.experiment.record import Samples
 from alignment.reward.combine import RewardSet
 from alignment.strategy.precision import pick_precision
@@ -43,10 +42,10 @@ class Assembly:
     evaluate_every: int  # optimizer steps
 
     @property
-    def fingerprints(self) -> dict[str, str]:
-        """One hash per set of examples: equal hashes mean equal rows, tokens and order."""
+    def fingerprints(self) -> dict[str, Any]:
+        """One hash per set of examples: equal hashes mean equal rows, tokens and order. And what became of the rows."""
         sets = {name: getattr(self.data, name, ()) for name in ("train", "prompts", "heldout", "heldout_prompts")}
-        return {name: fingerprint(rows) for name, rows in sets.items() if rows}
+        return {name: fingerprint(rows) for name, rows in sets.items() if rows} | {"rows": self.data.reports}
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
@@ -97,46 +96,47 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
         callbacks=[rollout, RefLogprobCallback(), MetricsCallback()],
     )
     if module.online:
-        module.temperature = engine.temperature
+        module.temperature, module.max_new_tokens = engine.temperature, engine.max_new_tokens
     return module
 
 
 def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
     """Load, tokenise and plan; sets `module.total_steps`."""
-    source_of_rows, evaluation, algorithm = build(cfg["data"]), cfg["evaluation"], cfg["algorithm"]
-
-    def encoded(rows: list[dict], form: Form) -> list[Example]:
-        source = module.source
-        examples, report = encode(rows, form, source.tokenizer, stop_ids=source.stop_ids, **cfg["encoding"])
-        log.info("%s", report.line())
-        return examples
-
-    train_rows, heldout_rows = source_of_rows.load(module.data_form)
-    prompts = source_of_rows.load("prompts")[1] if evaluation["num_prompts"] else []
-    heldout_prompts = encoded(prompts[: evaluation["num_prompts"]], "prompts") if prompts else []
-    train = encoded(train_rows, module.data_form)
+    evaluation, algorithm = cfg["evaluation"], cfg["algorithm"]
+    prepared = prepare(
+        build(cfg["data"]),
+        module.data_form,
+        module.source,
+        num_prompts=evaluation["num_prompts"],
+        with_heldout=not module.online,
+        encoding=cfg["encoding"],
+        cleaning=cfg["cleaning"],
+    )
     common = {"eval_batch_size": evaluation["batch_size"], "seed": cfg["seed"]}
     if module.online:
         module.total_steps = module.num_rollouts * module.steps_per_rollout
-        return OnlineData(
-            train,
-            heldout_prompts,
+        data: AlignmentData = OnlineData(
+            prepared.train,
+            prepared.heldout_prompts,
             num_prompts=algorithm["num_prompts"],
             num_microbatches=algorithm["num_prompts"] * algorithm["group_size"] // _rows_per_pass(cfg),
             num_iterations=algorithm["num_iterations"],
             **common,
         )
-    heldout = encoded(heldout_rows, module.data_form) if heldout_rows else []
-    module.total_steps = module.max_steps or math.ceil(module.num_epochs * len(train) / module.batch_size)
-    return OfflineData(
-        train,
-        heldout,
-        heldout_prompts,
-        batch_size=algorithm["batch_size"],
-        microbatch_size=algorithm["microbatch_size"],
-        total_steps=module.total_steps,
-        **common,
-    )
+    else:
+        steps = math.ceil(module.num_epochs * len(prepared.train) / module.batch_size)
+        module.total_steps = module.max_steps or steps
+        data = OfflineData(
+            prepared.train,
+            prepared.heldout,
+            prepared.heldout_prompts,
+            batch_size=algorithm["batch_size"],
+            microbatch_size=algorithm["microbatch_size"],
+            total_steps=module.total_steps,
+            **common,
+        )
+    data.reports = prepared.reports
+    return data
 
 
 def _rows_per_pass(cfg: dict[str, Any]) -> int:
