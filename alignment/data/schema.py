@@ -19,6 +19,7 @@ A prompt or completion is text, or a list of {"role", "content"} messages; in on
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ def normalise(row: Mapping[str, Any], form: Form, reading: Reading = AS_IT_IS) -
         ("pairs",) if parsed.format == "ranked" and len(parsed.completions) == 2 else ()
     )
     if form not in servable:
-        raise RowProblem("", f"a row with {_fields_of(parsed)} cannot serve as {form}", _instead(parsed, form))
+        raise _unsuitable(parsed, form)
     if parsed.format == "messages":
         parsed = _conversation(parsed, form, reading.turns)
     return [fields | {k: v for k, v in parsed.extra.items() if k not in fields} for fields in _fields(parsed, form)]
@@ -210,6 +211,9 @@ def _parse(row: dict[str, Any], reading: Reading) -> _Parsed:
     parsed.extra = {key: value for key, value in row.items() if key not in used}
     if "tools" in present:
         parsed.extra["tools"] = talk.as_tools(present["tools"])
+    options = present.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise RowProblem("chat_template_kwargs", f"{shown(options)} is no set of options", "write {name: value, ...}")
     return _agreed(parsed, reading)
 
 
@@ -250,20 +254,29 @@ def _prompt(row: Mapping[str, Any], reading: Reading, used: set[str]) -> Content
     if isinstance(content, str) and name in (*QUESTIONS, "instruction") and reading.chat is not False:
         content = talk.turn("user", content)
     content = _with_history(content, row, used)
-    if isinstance(row.get("system"), str):
-        used.add("system")
-        if row["system"].strip():
-            content = _with_system(content if isinstance(content, list) else talk.turn("user", content), row["system"])
+    if system := _system(row, used):
+        content = _with_system(content if isinstance(content, list) else talk.turn("user", content), system)
     return content
+
+
+def _system(row: Mapping[str, Any], used: set[str]) -> str:
+    """The system turn of a row, "" where it has none."""
+    text = row.get("system", "")
+    if not isinstance(text, str):
+        raise RowProblem("system", f"{shown(text)} is not text", "write text, or name the column otherwise")
+    used.add("system")
+    return talk.readable(text, "system") if text.strip() else ""
 
 
 def _with_input(instruction: str, row: Mapping[str, Any], used: set[str]) -> str:
     """Alpaca's instruction, with its input below it; Dolly calls the input context."""
     for name in ("input", "context"):
-        if isinstance(row.get(name), str):
-            used.add(name)
-            if row[name].strip():
-                return f"{instruction}\n\n{row[name]}"
+        text = row.get(name, "")
+        if not isinstance(text, str):
+            raise RowProblem(name, f"{shown(text)} is not text", "write text, or name the column otherwise")
+        used.add(name)
+        if text.strip():
+            return f"{instruction}\n\n{talk.readable(text, name)}"
     return instruction
 
 
@@ -302,6 +315,8 @@ def _preference(row: dict[str, Any], reading: Reading, used: set[str]) -> _Parse
         prompt, chosen, rejected = talk.split_text(chosen, rejected) if prompt is None else (prompt, chosen, rejected)
         return _Parsed("preference", prompt, [chosen, rejected], {})
     both = [c if isinstance(c, list) else talk.turn("assistant", c) for c in (chosen, rejected)]
+    if both[0] == both[1]:
+        raise RowProblem("rejected", "is the same as chosen", "remove the row: it prefers nothing")
     prompt, both = _preferred_messages(prompt, *both)
     for name, completion in zip(("chosen", "rejected"), both):
         talk.check_completion(completion, name)
@@ -366,6 +381,9 @@ def _order(row: Mapping[str, Any], items: list[Any], used: set[str]) -> list[int
         raise RowProblem(
             name, f"{shown(values)} is no number for each of {len(items)} completions", "give each its own"
         )
+    for i, value in enumerate(values):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RowProblem(f"{name}[{i}]", f"{value} has no place in an order", "give a finite number")
     if len(set(values)) != len(values):
         raise RowProblem(name, f"{shown(values)} has ties", "a ranking has none: remove one of the completions")
     return sorted(range(len(items)), key=lambda i: sign * values[i])
@@ -415,9 +433,8 @@ def _messages(row: dict[str, Any], reading: Reading, used: set[str]) -> _Parsed:
     assert name is not None, "recognise() saw it"
     used |= {name, "prompt"}  # beside a whole conversation, a prompt repeats its beginning
     messages = talk.as_messages(row[name], name)
-    if isinstance(row.get("system"), str):
-        used.add("system")
-        messages = _with_system(messages, row["system"]) if row["system"].strip() else messages
+    if system := _system(row, used):
+        messages = _with_system(messages, system)
     return _Parsed("messages", "", [messages], {})
 
 
@@ -501,6 +518,18 @@ def _fields_of(parsed: _Parsed) -> str:
         "text": "text alone",
     }
     return words[parsed.format]
+
+
+def _unsuitable(parsed: _Parsed, form: str) -> RowProblem:
+    """What is wrong where a format does not serve a form: a label that says nothing, or a field that is not there."""
+    label = next((name for name in LABELS if parsed.extra.get(name) is not None), None)
+    if form == "unpaired" and parsed.format in ("completion", "messages") and label:
+        return RowProblem(label, f"{shown(parsed.extra[label])} is neither true nor false", "write true or false")
+    wanted = {"demonstrations": "completion", "pairs": "rejected", "ranked": "completions", "stepwise": "labels"}
+    missing = wanted.get(form, "label" if form == "unpaired" else "prompt")
+    there = parsed.format in ("unpaired", "stepwise") and form in ("demonstrations", "ranked")
+    what = f"a row with {_fields_of(parsed)} cannot serve as {form}"
+    return RowProblem("" if there else missing, what if there else f"missing: {what}", _instead(parsed, form))
 
 
 def _instead(parsed: _Parsed, form: str) -> str:

@@ -134,7 +134,7 @@ BROKEN: list[tuple[str, str | bytes, str, list[str]]] = [
     ("a.jsonl", "null\n", "pairs", [":1: is a NoneType, not an object"]),
     ("a.jsonl", f"{GOOD}\n".encode() + b'{"prompt": "\xff"}\n', "pairs", [":2: is not UTF-8"]),
     ("a.jsonl", "[" * 100_000, "pairs", [":1: is nested too deeply"]),
-    ("a.jsonl", f'{GOOD}\n{{"prompt": "p"}}\n', "pairs", [":2: a row with a prompt alone cannot serve as pairs"]),
+    ("a.jsonl", f'{GOOD}\n{{"prompt": "p"}}\n', "pairs", [":2: rejected: missing: a row with a prompt alone"]),
     ("a.jsonl", f'{GOOD}\n{{"chosen": "a"}}\n', "pairs", [":2: rejected: missing beside chosen"]),
     ("a.jsonl", '{"prompt": "p", "chosen": "a", "rejected": "a"}', "pairs", [":1: rejected: is the same as chosen"]),
     ("a.jsonl", '{"prompt": "p", "chosen": "a", "rejected": 5}', "pairs", [":1: rejected: 5 is not text"]),
@@ -160,7 +160,7 @@ BROKEN: list[tuple[str, str | bytes, str, list[str]]] = [
         "a.jsonl",
         '{"prompt": "p", "completion": "c", "label": "maybe"}',
         "unpaired",
-        [":1: a row with a prompt and a completion"],
+        [":1: label: 'maybe' is neither true nor false"],
     ),
     (
         "a.jsonl",
@@ -194,7 +194,7 @@ BROKEN: list[tuple[str, str | bytes, str, list[str]]] = [
     ("a.csv", "prompt,prompt\np,q\n", "prompts", [":1: the header names 'prompt' twice"]),
     ("a.csv", ",\np,q\n", "prompts", [":1: the header has no names"]),
     ("a.csv", 'prompt\n"p" q\n', "prompts", [":2: is not CSV"]),
-    ("a.csv", b"prompt\n\xff\n", "prompts", ["a.csv: is not UTF-8 (byte 8)"]),
+    ("a.csv", b"prompt\n\xff\n", "prompts", ["a.csv:2: is not UTF-8 (byte 1)"]),
     ("a.csv", "prompt,answer\n,1\n", "prompts", [":2: prompt: missing"]),
     ("a.parquet", b"PAR1 not really", "prompts", ["a.parquet: is not Parquet"]),
 ]

@@ -480,7 +480,7 @@ BAD: list[tuple[Row, str, tuple[str, ...]]] = [
     (
         {"prompt": "p", "completion": "c", "label": "good"},
         "unpaired",
-        ("cannot serve as unpaired", "label (true or false)"),
+        ("label: 'good' is neither true nor false",),
     ),
     (
         {"prompt": "p", "completion": "c", "label": False},
