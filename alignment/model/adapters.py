@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 
-POLICY, REFERENCE = "default", "reference"
+POLICY, REFERENCE, CRITIC = "default", "reference", "critic"
 # Initialisations that take something out of the base weights and put it into the adapter (pissa also as pissa_niter_4).
 CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 # Parts of parameter names that only adapters have.
@@ -66,12 +67,43 @@ def _restored(policy: nn.Module) -> Iterator[list[Any]]:
         raise UserError("the policy has no adapter: type model.adapter=lora, or ref_strategy=frozen")
     if any(layer.merged_adapters for layer in layers):
         raise UserError("the adapter is merged into the base weights, which therefore are not the original ones")
-    before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
+    before = _switches(layers)
     try:
         yield layers
     finally:
-        for layer, disabled, active in before:
-            layer._disable_adapters, layer._active_adapter = disabled, active
+        _switch(before)
+
+
+def _switches(layers: list[Any]) -> list[tuple[Any, bool, Any]]:
+    return [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
+
+
+def _switch(switches: list[tuple[Any, bool, Any]]) -> None:
+    for layer, disabled, active in switches:
+        layer._disable_adapters, layer._active_adapter = disabled, active
+
+
+def recompute_with_same_adapter(policy: nn.Module) -> None:
+    """Let activation checkpointing compute a block again under the adapter that was on in its forward.
+
+    Its second forward comes in backward, when a `use_adapter` around the first has ended: it would take the policy's
+    adapter, and give wrong gradients without a word. Nothing happens where checkpointing is off.
+    """
+
+    @contextmanager
+    def again(switches: list[tuple[Any, bool, Any]]) -> Iterator[None]:
+        with _restored(policy):
+            _switch(switches)
+            yield
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        with _restored(policy) as layers:
+            return nullcontext(), again(_switches(layers))
+
+    for module in policy.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            block: Any = module
+            block._gradient_checkpointing_func = partial(block._gradient_checkpointing_func, context_fn=contexts)
 
 
 def _peft(policy: nn.Module) -> PeftModel:
@@ -109,29 +141,41 @@ def adapter_parameters(policy: nn.Module, name: str = POLICY) -> dict[str, nn.Pa
     """Parameters of one adapter by a name that is the same for every adapter, so that two can be paired."""
     found = {}
     for full, parameter in policy.named_parameters(remove_duplicate=False):
-        parts = full.split(".")
-        if name in parts and any(part in full for part in ADAPTER_PARTS):
-            found[".".join(part for part in parts if part != name)] = parameter
+        if is_of_adapter(full, name):
+            found[".".join(part for part in full.split(".") if part != name)] = parameter
     return found
 
 
-def add_reference_adapter(policy: nn.Module) -> None:
-    """Copy the policy's adapter, as it is now, to a second, frozen one called "reference" (see `use_adapter`).
+def is_of_adapter(parameter: str, name: str) -> bool:
+    """Whether a parameter of this full name belongs to the adapter `name`."""
+    return name in parameter.split(".") and any(part in parameter for part in ADAPTER_PARTS)
 
-    The base is shared and untouched, the policy's adapter stays active and trainable, and no random number of the run
-    is used up. The copy has no dropout.
+
+def add_reference_adapter(policy: nn.Module) -> None:
+    """Copy the policy's adapter, as it is now, to a second, frozen one called "reference" (see `use_adapter`)."""
+    copy_adapter(policy, REFERENCE)
+
+
+def copy_adapter(policy: nn.Module, name: str) -> None:
+    """Copy the policy's adapter, as it is now, to a further, frozen one called `name` (see `use_adapter`).
+
+    The base is shared and untouched, the policy's adapter stays active, whatever is trained stays so (PEFT would freeze
+    all adapters but the active one), and no random number of the run is used up. The copy has no dropout.
     """
     model = _peft(policy)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config: Any = copy.deepcopy(model.peft_config[POLICY])
     config.lora_dropout = 0.0
     if str(config.init_lora_weights).lower().startswith(CHANGE_BASE):
         config.init_lora_weights = True  # theirs would change the base once more; the values are copied below anyway
     with torch.random.fork_rng(devices=[]):
-        model.add_adapter(REFERENCE, config)
-    copies = adapter_parameters(model, REFERENCE)
+        model.add_adapter(name, config)
+    copies = adapter_parameters(model, name)
     with torch.no_grad():
-        for name, parameter in adapter_parameters(model, POLICY).items():
-            copies[name].copy_(parameter)
+        for key, parameter in adapter_parameters(model, POLICY).items():
+            copies[key].copy_(parameter)
+    for parameter in trained:
+        parameter.requires_grad_(True)
 
 
 def trainable_state(policy: nn.Module) -> dict[str, Tensor]:
