@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from alignment.losses.sft import perplexity
+
 
 class Meter:
     """Adds numerators and denominators, so a metric is sum / sum, never a mean of means.
@@ -19,6 +21,7 @@ class Meter:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
         self._totals: set[str] = set()
+        self._exps: set[str] = set()
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add values to the mean `name`, those under `mask` if one is given. NaN = absent."""
@@ -30,6 +33,11 @@ class Meter:
         """Add `count` items whose sum is `value` to the mean `name`."""
         self._sums[name] += value
         self._counts[name] += count
+
+    def exp_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Add values to a mean that is reported as its exponential: perplexity, from negative log-likelihoods."""
+        self._exps.add(name)
+        self.mean(name, values, mask)
 
     def total(self, name: str, value: float) -> None:
         """Add to a sum that is reported as it is (tokens, seconds)."""
@@ -46,8 +54,10 @@ class Meter:
             if name in self._totals:
                 values[name] = total
             elif count:
-                values[name] = total / count
+                mean = torch.tensor(total / count, dtype=torch.float64)
+                values[name] = float(perplexity(mean) if name in self._exps else mean)
         self._sums.clear()
         self._counts.clear()
         self._totals.clear()
+        self._exps.clear()
         return values

@@ -28,12 +28,17 @@ def label_smoothed_nll(logits: Tensor, labels: Tensor, *, label_smoothing: float
     logits (..., V), labels (...) int64 that index it (put any valid id where masked). Returns (...), in float32 or the
     logits' wider type. Raises ValueError for a smoothing outside [0, 1).
     """
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = logits.log_softmax(-1)
     target = logprobs.gather(-1, labels[..., None]).squeeze(-1)
-    return -(1 - label_smoothing) * target - label_smoothing * logprobs.mean(-1)
+    return smoothed_nll(target, logprobs.mean(-1), label_smoothing=label_smoothing)
+
+
+def smoothed_nll(logprobs: Tensor, vocab_mean: Tensor, *, label_smoothing: float) -> Tensor:
+    """The same from what a chunked head gives: log p(label) and the mean of log p over the vocabulary, both (...)."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    return -(1 - label_smoothing) * logprobs - label_smoothing * vocab_mean
 
 
 def perplexity(mean_nll: float | Tensor) -> float | Tensor:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alignment.errors import UserError
 
-STATISTICS = ("entropy", "log_sum_sq_probs", "is_top1")
+STATISTICS = ("entropy", "log_sum_sq_probs", "is_top1", "vocab_mean")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ def head_scores(
     """Log-prob of each target under softmax(logit_map(head(hidden))), and statistics of that softmax.
 
     hidden (T, H), targets (T,) int64. Returns "logprobs" (T,) and each name in `stats`, (T,): "entropy" in nats,
-    "log_sum_sq_probs" = log sum_v p_v^2, "is_top1" = no token has a larger logit (bool). float32, float64 for a float64
-    model. log-probs are differentiable; statistics are detached, but for the entropy where `entropy_grad`.
+    "log_sum_sq_probs" = log sum_v p_v^2, "is_top1" = no token has a larger logit (bool), "vocab_mean" = mean_v log p_v
+    (label smoothing). float32, float64 for a float64 model. Log-probs and vocab_mean are differentiable; the others are
+    detached, but for the entropy where `entropy_grad`.
 
     The product runs in the dtype autocast sets; softmax and what follows in float32. Rows are independent, so the
     result does not depend on the chunk, and values are the same with and without grad.
@@ -80,7 +81,7 @@ def head_scores(
     A plain `nn.Linear` takes two products in all where its weight is frozen: d logprob / d hidden, which is
     W[y] - sum_v p_v W_v, is a row's own affair and is formed at once from the probabilities at hand. Where the weight
     is trained the logits are computed again in backward, four products. Any other head (an adapter on it, a quantised
-    one), and a differentiable entropy, go through activation checkpointing chunk by chunk.
+    one), a differentiable entropy and vocab_mean go through activation checkpointing chunk by chunk.
     Raises ValueError for an unknown statistic.
     """
     unknown = set(stats) - set(STATISTICS)
@@ -92,7 +93,7 @@ def head_scores(
 
     def scores(hidden: Tensor) -> tuple[Tensor, ...]:
         settings = targets, logit_map, chunk_tokens, names
-        if entropy_grad or not _is_plain_linear(head):
+        if entropy_grad or "vocab_mean" in names or not _is_plain_linear(head):
             return _checkpointed(hidden, forward, *settings, entropy_grad)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in head.parameters())
         return (_TrainedHead if trained else _FrozenHead).apply(hidden, head.weight, head.bias, *settings)
@@ -304,6 +305,8 @@ def _statistic(name: str, logprobs: Tensor, target: Tensor, entropy_grad: bool) 
     if name == "entropy":
         logprobs = logprobs if entropy_grad else logprobs.detach()
         return -torch.linalg.vecdot(logprobs.exp(), logprobs)
+    if name == "vocab_mean":
+        return logprobs.mean(-1)
     logprobs, target = logprobs.detach(), target.detach()
     return (2 * logprobs).logsumexp(-1) if name == "log_sum_sq_probs" else target >= logprobs.amax(-1)
 

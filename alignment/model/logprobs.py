@@ -75,8 +75,8 @@ def completion_logprobs(
     path: "auto" takes packed where the model allows it, else cache, else dense, whichever is exact. The choice depends
     on the model and the batch's shape alone, so that passes over one batch agree bit for bit.
     stats: of "log_sum_sq_probs", "is_top1", "vocab_mean", "entropy" (the same as entropy=True).
-    neftune_alpha: noise on the input embeddings (NEFTune), drawn from torch's global generator; 0 = none. It is the same
-    for dense, packed and cache, and for one completion per prompt only.
+    neftune_alpha: noise on the input embeddings (`EmbeddingNoise`), the same on every path; 0 = none. One completion
+    per prompt only.
     states: also give the hidden states before each token, for a value head that reads the policy's own.
     Raises UserError for a model whose logits are not a known function of its head, a path that would not be exact for
     it, a temperature of 0, a completion after an empty prompt.

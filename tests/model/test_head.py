@@ -85,6 +85,26 @@ def test_gradcheck(trained: bool, softcap: float | None) -> None:
     assert gradcheck(logprobs, (hidden.requires_grad_(), *head.parameters()))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_label_smoothing_from_the_mean_over_the_vocabulary(trained: bool, chunk_tokens: int) -> None:
+    """Against torch's cross entropy on full logits: it spreads the same share evenly over the vocabulary."""
+    head = make_head(bias=True, trained=trained)
+    hidden, targets = rows(7)
+    weights = torch.linspace(-1, 2, 7)
+    leaves = [hidden.requires_grad_(), *(p for p in head.parameters() if trained)]
+    want = F.cross_entropy(head(hidden), targets, label_smoothing=0.3, reduction="none")
+    scores = head_scores(hidden, head, targets, chunk_tokens=chunk_tokens, stats=["vocab_mean"])
+    got = -0.7 * scores["logprobs"] - 0.3 * scores["vocab_mean"]
+    torch.testing.assert_close(got, want, rtol=RTOL, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad((got * weights).sum(), leaves),
+        torch.autograd.grad((want * weights).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=RTOL, atol=1e-6)
+
+
 def test_gradcheck_of_entropy() -> None:
     head = make_head(trained=True, dtype=torch.float64)
     hidden, targets = rows(5, dtype=torch.float64)

@@ -23,6 +23,7 @@ BASE = ["model=tiny", "trainer.precision=32-true", "trainer.enable_progress_bar=
 GRPO = ["algorithm=grpo", "algorithm.num_rollouts=4", "algorithm.num_prompts=2", "algorithm.microbatch_size=16"]
 DPO = ["algorithm=dpo", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 SFT = ["algorithm=sft", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
+NOISY = [*SFT, "algorithm.neftune_alpha=5", "algorithm.label_smoothing=0.1"]
 DROPOUT = ["model.lora.lora_dropout=0.1", "algorithm.microbatch_size=4"]
 # An untrained model answers nothing right, so every advantage would be 0: pay for short answers instead.
 PAID = ["reward=function", f"reward.function.path={ROOT}/tests/run/rewards.py:digits"]
@@ -91,7 +92,7 @@ def test_the_microbatch_changes_neither_loss_nor_gradient(tmp_path: Path, algori
         torch.testing.assert_close(first, reference, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, [*GRPO, "algorithm.num_iterations=2"], [*DPO, *DROPOUT], SFT])
+@pytest.mark.parametrize("algorithm", [GRPO, [*GRPO, "algorithm.num_iterations=2"], [*DPO, *DROPOUT], NOISY])
 def test_an_evaluation_leaves_training_as_it_was(tmp_path: Path, algorithm: list[str]) -> None:
     """B48."""
     train(tmp_path / "without", *algorithm, *QUIET)
@@ -115,6 +116,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
         [*GRPO, "algorithm.num_iterations=2", "ref_strategy=sync", "ref_strategy.every=3"],
         [*DPO, *DROPOUT],
         [*DPO, "ref_strategy=precompute"],
+        NOISY,
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights_and_metrics(
