@@ -23,7 +23,14 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_eps": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "clip_eps_high": ("at least 0", lambda x: 0 <= x < math.inf),
     "neftune_alpha": ("at least 0", lambda x: 0 <= x < math.inf),
+    "missing_eos_penalty": ("at least 0", lambda x: 0 <= x < math.inf),
+    "top_entropy": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "sampler_ratio_max": ("more than 0", lambda x: 0 < x < math.inf),
+    "sampler_ratio_min": ("at least 0", lambda x: 0 <= x < math.inf),
+    "gamma": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
     "label_smoothing": ("at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5),
+    "desirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
+    "undesirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
     "lr": ("more than 0", lambda x: 0 < x < math.inf),
     "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
     "warmup_ratio": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
@@ -45,6 +52,8 @@ COUNTS = {
     "num_rollouts",
     "num_minibatches",
     "num_iterations",
+    "num_kept",
+    "max_draws",
     "num_samples",
     "num_nodes",
     "devices",
@@ -53,6 +62,7 @@ COUNTS = {
     "head_chunk_tokens",
     "max_prompt_tokens",
     "max_completion_tokens",
+    "ngram",
     "every",
     "log_every_n_steps",
 }
@@ -118,6 +128,12 @@ def algorithm_name(cfg: Config) -> str:
 def world_size(cfg: Config) -> int | None:
     devices, nodes = count(cfg, "trainer.devices"), count(cfg, "trainer.num_nodes")
     return devices * nodes if devices and nodes else None
+
+
+def learned_per_prompt(cfg: Config) -> int | None:
+    """Completions of one prompt that are learned from: all that are sampled, unless the class says otherwise."""
+    rows = says(cfg, "algorithm", "rows_per_prompt", "group_size")
+    return rows if isinstance(rows, int) else count(cfg, f"algorithm.{rows}")
 
 
 def needs_reference(cfg: Config) -> bool:
@@ -247,12 +263,12 @@ def group_large_enough(cfg: Config) -> Iterator[str]:
 def rollout_divides(cfg: Config) -> Iterator[str]:
     """Each device gets whole prompts, each optimizer step whole microbatches, each microbatch whole groups or an even
     part of one."""
-    keys = ("num_prompts", "group_size", "microbatch_size", "num_minibatches")
-    values, world = [count(cfg, f"algorithm.{key}") for key in keys], world_size(cfg)
+    keys = ("num_prompts", "microbatch_size", "num_minibatches")
+    values, world = [learned_per_prompt(cfg), *(count(cfg, f"algorithm.{key}") for key in keys)], world_size(cfg)
     if not says(cfg, "algorithm", "online", False) or world is None or None in values:
         return
-    prompts, group, micro, minibatches = (int(value or 0) for value in values)
-    if group < says(cfg, "algorithm", "min_group", 1):
+    group, prompts, micro, minibatches = (int(value or 0) for value in values)
+    if (count(cfg, "algorithm.group_size") or 1) < says(cfg, "algorithm", "min_group", 1):
         return
     if prompts % world:
         yield (
@@ -278,6 +294,16 @@ def rollout_divides(cfg: Config) -> Iterator[str]:
     )
 
 
+def overlong_fits(cfg: Config) -> Iterator[str]:
+    """The slope of the length penalty ends at the longest completion, so it cannot be longer than that."""
+    slope, longest = get(cfg, "algorithm.overlong_tokens"), count(cfg, "rollout.max_new_tokens")
+    if isinstance(slope, int) and longest and not 0 < slope <= longest:
+        yield (
+            f"algorithm.overlong_tokens: {slope} is not between 1 and rollout.max_new_tokens={longest}: type"
+            f" algorithm.overlong_tokens={max(1, longest // 5)}, or null for no penalty"
+        )
+
+
 def _fits(size: int, rows: int, group: int, minibatches: int) -> bool:
     return rows % (size * minibatches) == 0 and (size % group == 0 or group % size == 0)
 
@@ -299,6 +325,24 @@ def batch_divides(cfg: Config) -> Iterator[str]:
     yield (
         f"algorithm.batch_size: {batch} cannot be cut into microbatches of {micro} on {world} device(s): type {hint}"
     )
+
+
+def sorted_loss_whole(cfg: Config) -> Iterator[str]:
+    """A loss that compares quantiles of the pairs of a step is no sum over its microbatches."""
+    chosen, world = get(cfg, "algorithm.loss"), world_size(cfg)
+    batch, micro = count(cfg, "algorithm.batch_size"), count(cfg, "algorithm.microbatch_size")
+    names = chosen if isinstance(chosen, (list, tuple)) else [chosen]
+    sorts = [name for name in names if name in says(cfg, "algorithm", "sorted_losses", ())]
+    if not sorts or not (batch and micro and world):
+        return
+    why = f"{sorts[0]} sorts the pairs of an optimizer step, which has to be whole"
+    if world > 1:
+        yield f"trainer.devices: {why}, and {world} devices would each sort their own: type trainer.devices=1"
+    elif micro != batch:
+        yield (
+            f"algorithm.microbatch_size: {why}, but {batch} pairs are cut into microbatches of {micro}: type"
+            f" algorithm.microbatch_size={batch}"
+        )
 
 
 def trainer_owned(cfg: Config) -> Iterator[str]:
@@ -364,6 +408,15 @@ def smoothing_fits(cfg: Config) -> Iterator[str]:
         yield "algorithm.label_smoothing: only the nll loss has it: type algorithm.label_smoothing=0"
 
 
+def runs_read(cfg: Config) -> Iterator[str]:
+    """`runs` is what a report reads, and nothing else does."""
+    runs, reports = get(cfg, "runs"), get(cfg, "task._target_") == "alignment.task.report.run"
+    if reports and not runs:
+        yield "runs: task=report compares runs and none are named: type runs=<folder of a sweep>"
+    if runs and not reports:
+        yield f"runs: {runs} is read by a report only: type task=report runs={runs}, or leave runs out"
+
+
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
@@ -386,9 +439,12 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     adapter_leaves_base_alone,
     group_large_enough,
     rollout_divides,
+    overlong_fits,
     batch_divides,
+    sorted_loss_whole,
     smoothing_fits,
     trainer_owned,
+    runs_read,
     precision_known,
     rewards_given,
     data_has_form,

@@ -37,6 +37,8 @@ class DPO(PairModule):
     """
 
     reference_need: ClassVar[str] = "required"
+    # Losses of quantiles of a step's pairs: validation wants the step in one microbatch for them.
+    sorted_losses: ClassVar[tuple[str, ...]] = ("aot", "aot_unpaired")
 
     def __init__(
         self,

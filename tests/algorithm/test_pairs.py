@@ -15,6 +15,7 @@ from alignment.algorithm.displacement import DisplacementWatch
 from alignment.algorithm.dpo import DPO
 from alignment.algorithm.orpo import ORPO
 from alignment.algorithm.simpo import SimPO
+from alignment.losses.dpo import SORTED_LOSSES
 
 RTOL = 1e-5
 DPO_OPTIONS: dict[str, Any] = {
@@ -164,3 +165,7 @@ def test_other_ranks_keep_silent(offline: Callable, quiet: None, caplog, monkeyp
         rows(module, 40, fall=0.5)
     assert not told(caplog)
     assert module.displacement.warned
+
+
+def test_the_declared_sorted_losses_are_those_there_are() -> None:
+    assert set(DPO.sorted_losses) == SORTED_LOSSES

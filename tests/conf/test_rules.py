@@ -20,9 +20,21 @@ class Online:
     reference_need = "beta"
     min_group = 2
 
+class Pairs:
+    online = True
+    rows_per_prompt = 2
+
+class Best:
+    online = True
+    rows_per_prompt = "num_kept"
+
 class Offline:
     reference_need = "required"
     data_form = "pairs"
+
+class Sorting:
+    data_form = "pairs"
+    sorted_losses = ("aot", "aot_unpaired")
 
 class Free:
     reference_need = "optional"
@@ -64,6 +76,7 @@ ONLINE: dict[str, Any] = {
     "num_rollouts": 3,
 }
 OFFLINE: dict[str, Any] = {"_target_": "toyrules.Offline", "beta": 0.1, "batch_size": 32, "microbatch_size": 8}
+SORTING = OFFLINE | {"_target_": "toyrules.Sorting"}
 GOOD: dict[str, Any] = {
     "seed": 0,
     "algorithm": ONLINE,
@@ -108,6 +121,16 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(algorithm__lr=0), "algorithm.lr", "algorithm.lr=<a number, more than 0>"),
         (lambda: config(algorithm__lr=float("nan")), "algorithm.lr", "algorithm.lr="),
         (lambda: config(algorithm__beta=-0.1), "algorithm.beta", "algorithm.beta=<a number, at least 0>"),
+        (
+            lambda: config(algorithm__desirable_weight=-1),
+            "algorithm.desirable_weight",
+            "algorithm.desirable_weight=<a number, at least 0>",
+        ),
+        (
+            lambda: config(algorithm__undesirable_weight=float("inf")),
+            "algorithm.undesirable_weight",
+            "algorithm.undesirable_weight=",
+        ),
         (lambda: config(algorithm__clip_eps=1.0), "algorithm.clip_eps", "algorithm.clip_eps="),
         (lambda: config(rollout__temperature=0), "rollout.temperature", "rollout.temperature="),
         (lambda: config(rollout__top_p=0.0), "rollout.top_p", "rollout.top_p="),
@@ -174,8 +197,24 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(algorithm__microbatch_size=6), "algorithm.microbatch_size", "algorithm.microbatch_size=4"),
         # 8 prompts on 3 devices
         (lambda: config(trainer__devices=3), "algorithm.num_prompts", "algorithm.num_prompts=6"),
+        # 8 prompts leave 8 pairs, 16 rows, whatever the group; 8 prompts of which 3 samples each are kept leave 24
+        (
+            lambda: config(algorithm=ONLINE | {"_target_": "toyrules.Pairs"}),
+            "algorithm.microbatch_size",
+            "algorithm.microbatch_size=16",
+        ),
+        (
+            lambda: config(algorithm=ONLINE | {"_target_": "toyrules.Best", "num_kept": 3}),
+            "algorithm.microbatch_size",
+            "algorithm.microbatch_size=24",
+        ),
         # 64 rows cannot be cut in 3; 2 is the nearest number that works
         (lambda: config(algorithm__num_minibatches=3), "algorithm.num_minibatches", "algorithm.num_minibatches=2"),
+    ],
+    "overlong_fits": [
+        # 12 tokens at most; the paper's share is a fifth
+        (lambda: config(algorithm__overlong_tokens=13), "algorithm.overlong_tokens", "algorithm.overlong_tokens=2"),
+        (lambda: config(algorithm__overlong_tokens=0), "algorithm.overlong_tokens", "algorithm.overlong_tokens=2"),
     ],
     "batch_divides": [
         (
@@ -185,6 +224,35 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         ),
         (lambda: config(algorithm=OFFLINE, trainer__devices=3), "algorithm.batch_size", "algorithm.batch_size=24"),
         (lambda: config(algorithm=OFFLINE | {"batch_size": 4}), "algorithm.batch_size", "algorithm.microbatch_size=4"),
+    ],
+    "smoothing_fits": [
+        (
+            lambda: config(algorithm=OFFLINE | {"loss": "dft", "label_smoothing": 0.1}),
+            "algorithm.label_smoothing",
+            "algorithm.label_smoothing=0",
+        ),
+    ],
+    "sorted_loss_whole": [
+        (
+            lambda: config(algorithm=SORTING | {"loss": "aot"}),
+            "algorithm.microbatch_size",
+            "algorithm.microbatch_size=32",
+        ),
+        (
+            lambda: config(algorithm=SORTING | {"loss": ["sigmoid", "aot_unpaired"]}),
+            "algorithm.microbatch_size",
+            "algorithm.microbatch_size=32",
+        ),
+        # one microbatch on each of two devices is two sorts
+        (
+            lambda: config(algorithm=SORTING | {"loss": "aot", "microbatch_size": 16}, trainer__devices=2),
+            "trainer.devices",
+            "trainer.devices=1",
+        ),
+    ],
+    "runs_read": [
+        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),
+        (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
     ],
     "trainer_owned": [
         (lambda: config(trainer__max_steps=5), "trainer.max_steps", "algorithm.max_steps="),
@@ -237,6 +305,8 @@ def test_a_rule_refuses(name: str, make: Callable[[], dict[str, Any]], key: str,
         lambda: config(algorithm__microbatch_size=4),
         lambda: config(algorithm__num_minibatches=2, trainer__devices=2, algorithm__microbatch_size=8),
         lambda: config(algorithm=OFFLINE, trainer__devices=2, trainer__num_nodes=2),
+        lambda: config(algorithm=SORTING | {"loss": "aot", "microbatch_size": 32}),
+        lambda: config(algorithm=SORTING | {"loss": ["sigmoid", "ipo"]}, trainer__devices=2),
         dict,
         lambda: (
             config(algorithm__group_size="eight", algorithm__lr="x", trainer__devices=True, seed=None) | {"data": 3}

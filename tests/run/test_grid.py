@@ -56,7 +56,20 @@ def possible(algorithm: str, strategy: str) -> bool:
 def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
     online = says("algorithm", algorithm, "online", False)
     where = [f"output_dir={folder}", f"algorithm={algorithm}", f"ref_strategy={strategy}"]
-    return [*where, *SMALL, *(ONLINE if online else OFFLINE)]
+    words = [*where, *SMALL, *(ONLINE if online else OFFLINE)]
+    if says("algorithm", algorithm, "rows_per_prompt", "group_size") != "group_size":
+        words = [
+            word.replace("microbatch_size=8", "microbatch_size=2") for word in words
+        ]  # fewer rows than are sampled
+    own = whole_steps(algorithm)
+    return [word for word in words if not (own and word.startswith("algorithm.microbatch_size="))]
+
+
+def whole_steps(algorithm: str) -> bool:
+    """Whether an option, or one that it extends, makes a step one microbatch by itself."""
+    node = yaml.safe_load((CONF / "algorithm" / f"{algorithm}.yaml").read_text())
+    names = [name for name in node.get("defaults", []) if name != "_self_" and not name.startswith("base/")]
+    return node.get("microbatch_size") == "${algorithm.batch_size}" or any(map(whole_steps, names))
 
 
 def extends_another(algorithm: str) -> bool:
