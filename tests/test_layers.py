@@ -32,7 +32,7 @@ ROWS: dict[str, set[str]] = {
     "strategy": {"torch", "lightning", "transformers", "deepspeed", "bitsandbytes"},
     "callbacks": {"torch", "lightning", "rich", "tqdm"},
     "algorithm": {"torch", "lightning", "transformers"},
-    "experiment": {"numpy", "pandas", "matplotlib", "scipy", "lightning", "wandb", "torch"},
+    "experiment": {"numpy", "pandas", "matplotlib", "scipy", "lightning", "wandb", "torch", "yaml"},
     "config": {"hydra", "omegaconf", "yaml"},
     "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"},
 }
