@@ -254,6 +254,10 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),
         (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
     ],
+    "runs_read": [
+        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),
+        (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
+    ],
     "trainer_owned": [
         (lambda: config(trainer__max_steps=5), "trainer.max_steps", "algorithm.max_steps="),
         (lambda: config(trainer__max_epochs=5), "trainer.max_epochs", "algorithm.num_rollouts="),
