@@ -417,15 +417,6 @@ def runs_read(cfg: Config) -> Iterator[str]:
         yield f"runs: {runs} is read by a report only: type task=report runs={runs}, or leave runs out"
 
 
-def runs_read(cfg: Config) -> Iterator[str]:
-    """`runs` is what a report reads, and nothing else does."""
-    runs, reports = get(cfg, "runs"), get(cfg, "task._target_") == "alignment.task.report.run"
-    if reports and not runs:
-        yield "runs: task=report compares runs and none are named: type runs=<folder of a sweep>"
-    if runs and not reports:
-        yield f"runs: {runs} is read by a report only: type task=report runs={runs}, or leave runs out"
-
-
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 

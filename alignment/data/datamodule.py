@@ -7,6 +7,7 @@ state: the stream goes on at the restored optimizer step, the rollout at the res
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import lightning as L
 import torch
@@ -104,6 +105,8 @@ class AlignmentData(L.LightningDataModule):
     def __init__(self, heldout_prompts: Sequence[Example], heldout: Sequence[Example], *, eval_batch_size: int) -> None:
         super().__init__()
         self.heldout_prompts, self.heldout, self.eval_batch_size = heldout_prompts, heldout, eval_batch_size
+        # What became of the rows, by set of examples: for the run's records.
+        self.reports: dict[str, dict[str, Any]] = {}
 
     @property
     def val_sets(self) -> list[Sequence[Example]]:
@@ -175,6 +178,7 @@ class RolloutBuffer(Dataset):
     def __init__(self, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
         self.microbatches: list[Batch] = []
+        self.sampled: Batch | None = None
 
     def __len__(self) -> int:
         return self.num_microbatches
@@ -182,10 +186,11 @@ class RolloutBuffer(Dataset):
     def __getitem__(self, index: int) -> Batch:
         return self.microbatches[index]
 
-    def fill(self, microbatches: list[Batch]) -> None:
+    def fill(self, microbatches: list[Batch], sampled: Batch) -> None:
+        """What is learned from, and the whole rollout, of which that may be a part."""
         if len(microbatches) != self.num_microbatches:
             raise RuntimeError(f"a rollout of {len(microbatches)} microbatches, {self.num_microbatches} were planned")
-        self.microbatches = microbatches
+        self.microbatches, self.sampled = microbatches, sampled
 
 
 class OnlineData(AlignmentData):

@@ -42,6 +42,9 @@ class Report:
     num_split_rows: int = 0
     num_cut_prompts: int = 0
     num_cut_completions: int = 0
+    # Questions that training rows answer in ways that exclude each other, and where the first of them is.
+    num_conflicts: int = 0
+    conflict: str = ""
     prompt_lengths: list[int] = field(default_factory=list)
     completion_lengths: list[int] = field(default_factory=list)
 
@@ -51,6 +54,12 @@ class Report:
         total = len(self.prompt_lengths) + len(self.completion_lengths)
         return (self.num_cut_prompts + self.num_cut_completions) / total if total else 0.0
 
+    def add(self, dropped: Counter[str], num_conflicts: int, conflict: str) -> None:
+        """Rows that were left out before they were tokenised, and what was found then."""
+        self.num_rows += dropped.total()
+        self.dropped = dropped + self.dropped
+        self.num_conflicts, self.conflict = num_conflicts, conflict
+
     def summary(self) -> dict[str, Any]:
         """Plain numbers, for a run's records."""
         return {
@@ -58,6 +67,7 @@ class Report:
             "rows": self.num_rows,
             "examples": self.num_examples,
             "dropped": dict(self.dropped),
+            "conflicts": self.num_conflicts,
             "split_rows": self.num_split_rows,
             "cut_prompts": self.num_cut_prompts,
             "cut_completions": self.num_cut_completions,
@@ -81,6 +91,8 @@ class Report:
         if self.num_split_rows:
             parts.append(f"{self.num_split_rows} rows became one example for each turn")
         parts += [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
+        if self.num_conflicts:
+            parts.append(f"{self.num_conflicts} questions answered in two ways (the first: {self.conflict})")
         return "; ".join(parts)
 
 
@@ -257,6 +269,9 @@ def _example(
         counts.dropped[fitted] += 1
         return None
     prompt, completions = fitted
+    if form in ("pairs", "ranked") and any(ids in completions[:i] for i, ids in enumerate(completions)):
+        counts.dropped["two completions are the same tokens"] += 1
+        return None
     masks = [mask[: len(ids)] for mask, ids in zip(tokens.masks, completions, strict=True)]
     if not all(any(mask) for mask in masks):
         counts.dropped["nothing to learn is left of a cut completion"] += 1

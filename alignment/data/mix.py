@@ -7,12 +7,12 @@ import inspect
 import logging
 import random
 import re
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from alignment.data.schema import Form, Row
+from alignment.data.views import View
 from alignment.errors import UserError
 
 log = logging.getLogger("alignment")
@@ -183,20 +183,7 @@ def _spread(part: int, size: int, share: float) -> Iterator[tuple[float, int, in
     return (((place + 0.5) / share if share else float("inf"), part, place) for place in range(size))
 
 
-class _View(ABC, Sequence[Any]):
-    """Rows of other sequences, each looked up when it is asked for."""
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self.row(i) for i in range(len(self))[index]]
-        return self.row(range(len(self))[index])
-
-    @abstractmethod
-    def row(self, index: int) -> Any:
-        """The row at a place from 0 on."""
-
-
-class Picked(_View):
+class Picked(View):
     """Some rows of a source in a given order. One that comes again has the same `where`: it is meant, no duplicate."""
 
     def __init__(self, rows: Rows, places: Sequence[int], name: str) -> None:
@@ -212,7 +199,7 @@ class Picked(_View):
         return row
 
 
-class Joined(_View):
+class Joined(View):
     """Rows of several parts, each at even distances by its share, so that any beginning is a mixture.
 
     A part with a share of 0 comes last; the rest of one that is longer than its share allows is at the end.

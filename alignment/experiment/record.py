@@ -41,7 +41,7 @@ SECRET = re.compile(
 
 
 # ---- whole files ---------------------------------------------------------------------------------------------------
-def write_manifest(folder: str | Path, *, seed: int, data: Mapping[str, str]) -> Path:
+def write_manifest(folder: str | Path, *, seed: int, data: Mapping[str, Any]) -> Path:
     """manifest.json: what it takes to repeat the run: command, code, packages, machine, seed, data fingerprints.
 
     A run that is resumed keeps the record of its first start; each later one is added to "resumed".
@@ -59,7 +59,7 @@ def write_summary(folder: str | Path, summary: Mapping[str, Any]) -> Path:
     return _replace(Path(folder) / "summary.json", _json(plain(summary, "summary")))
 
 
-def _start(seed: int, data: Mapping[str, str]) -> dict[str, Any]:
+def _start(seed: int, data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(without_secrets(sys.orig_argv)),

@@ -17,6 +17,7 @@ from alignment.algorithm.base import AlignmentModule
 from alignment.batch import Example
 from alignment.callbacks.checkpoint import AtomicCheckpointIO, BoundaryCheckpoint
 from alignment.callbacks.metrics import MetricsCallback
+from alignment.callbacks.off_policy import OffPolicyWatch
 from alignment.callbacks.progress import RunProgress
 from alignment.callbacks.ref_logprob import RefLogprobCallback
 from alignment.callbacks.rollout import RolloutCallback
@@ -40,6 +41,12 @@ class Assembly:
     trainer: L.Trainer
     samples: Samples
     evaluate_every: int  # optimizer steps
+
+    @property
+    def sets(self) -> dict[str, Sequence[Example]]:
+        """The sets of examples by the names of their reports; the prompts that are learned from are `train` too."""
+        learned = {"train": self.data.prompts} if isinstance(self.data, OnlineData) else {}
+        return {name: learned.get(name) or getattr(self.data, name) for name in self.data.reports}
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -93,10 +100,11 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
         source=source,
         reference=build(cfg["ref_strategy"]),
         optimizer=build(cfg["optimizer"]),
-        callbacks=[rollout, RefLogprobCallback(), MetricsCallback()],
+        callbacks=[rollout, RefLogprobCallback(), OffPolicyWatch(), MetricsCallback()],
     )
     if module.online:
         module.temperature, module.max_new_tokens = engine.temperature, engine.max_new_tokens
+        module.reward_weights = rewards.weights
     return module
 
 
@@ -107,7 +115,7 @@ def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
         build(cfg["data"]),
         module.data_form,
         module.source,
-        num_prompts=evaluation["num_prompts"],
+        num_prompts=evaluation["num_prompts"] if module.samples else 0,
         with_heldout=not module.online,
         encoding=cfg["encoding"],
         cleaning=cfg["cleaning"],
@@ -119,7 +127,7 @@ def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
             prepared.train,
             prepared.heldout_prompts,
             num_prompts=algorithm["num_prompts"],
-            num_microbatches=algorithm["num_prompts"] * algorithm["group_size"] // _rows_per_pass(cfg),
+            num_microbatches=algorithm["num_prompts"] * module.num_learned // _rows_per_pass(cfg),
             num_iterations=algorithm["num_iterations"],
             **common,
         )
@@ -144,12 +152,12 @@ def _rows_per_pass(cfg: dict[str, Any]) -> int:
     return cfg["algorithm"]["microbatch_size"] * cfg["trainer"]["devices"] * cfg["trainer"]["num_nodes"]
 
 
-def accumulation(cfg: dict[str, Any], online: bool) -> int:
+def accumulation(cfg: dict[str, Any], module: Any) -> int:
     """Microbatches of one optimizer step on one device."""
     algorithm = cfg["algorithm"]
-    if not online:
+    if not module.online:
         return algorithm["batch_size"] // _rows_per_pass(cfg)
-    return algorithm["num_prompts"] * algorithm["group_size"] // algorithm["num_minibatches"] // _rows_per_pass(cfg)
+    return algorithm["num_prompts"] * module.num_learned // algorithm["num_minibatches"] // _rows_per_pass(cfg)
 
 
 def steps_per_rollout(cfg: dict[str, Any], online: bool) -> int:
@@ -167,7 +175,7 @@ def build_trainer(
     world_size: int,
 ) -> L.Trainer:
     arguments = cfg["trainer"] | {"precision": precision}
-    accumulate, every = accumulation(cfg, module.online), cfg["evaluation"]["every"]
+    accumulate, every = accumulation(cfg, module), cfg["evaluation"]["every"]
     strategy = build(cfg["strategy"]).trainer_arguments(accelerator=arguments["accelerator"], world_size=world_size)
     return L.Trainer(
         **arguments,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from alignment.batch import collate
@@ -112,6 +113,7 @@ def test_b04_padding_with_eos_hides_no_eos(toy: Make) -> None:
     rejected=st.text("ab $", min_size=1),
 )
 def test_texts_are_encoded_as_they_are_alone(toy: Make, prompt: str, chosen: str, rejected: str) -> None:
+    assume(chosen != rejected)
     tokenizer = toy()
     [example] = encoded(tokenizer, {"prompt": prompt, "chosen": chosen, "rejected": rejected}, "pairs")
     assert example.prompt_ids == tokenizer.encode(prompt)
@@ -316,6 +318,7 @@ def test_the_report_counts_lengths_before_the_cut(toy: Make) -> None:
         "rows": 4,
         "examples": 4,
         "dropped": {},
+        "conflicts": 0,
         "split_rows": 0,
         "cut_prompts": 1,
         "cut_completions": 4,
@@ -333,3 +336,23 @@ def test_the_report_counts_lengths_before_the_cut(toy: Make) -> None:
 def test_an_unknown_form_is_a_mistake_of_the_caller(toy: Make) -> None:
     with pytest.raises(ValueError, match="no form 'chats'"):
         encoded(toy(), {"prompt": "a"}, "chats")
+
+
+def test_completions_that_the_cut_makes_equal_are_dropped(toy: Callable[..., Any]) -> None:
+    """Chosen and rejected differ after the limit alone: such a pair prefers nothing."""
+    rows = [{"prompt": "a", "chosen": "aab", "rejected": "aaa"}, {"prompt": "a", "chosen": "b", "rejected": "a"}]
+    examples, counts = encode(rows, "pairs", toy(), max_prompt_tokens=None, max_completion_tokens=1)
+    assert [example.completions for example in examples] == [[[4], [3]]]
+    assert counts.dropped == {"two completions are the same tokens": 1}
+
+
+def test_the_report_counts_what_was_left_out_before(toy: Callable[..., Any]) -> None:
+    _, counts = encode([{"prompt": "a"}], "prompts", toy(), max_prompt_tokens=None, max_completion_tokens=None)
+    counts.add(Counter({"the same as an earlier row": 2}), 1, "f:1 and f:2")
+    assert counts.summary()["rows"] == 3
+    assert counts.summary()["dropped"] == {"the same as an earlier row": 2}
+    assert counts.summary()["conflicts"] == 1
+    assert counts.line().startswith("1 examples of 3 rows as prompts")
+    assert counts.line().endswith(
+        "2 dropped: the same as an earlier row; 1 questions answered in two ways (the first: f:1 and f:2)"
+    )
