@@ -144,6 +144,6 @@ def caution(num_seeds: Sequence[int]) -> str:
         )
     return (
         f"Few seeds: {fewest} in at least one setting. An interval over {fewest} values is their range, which "
-        f"covers the true mean in about {range_coverage(fewest):.0%} of cases, not 95 %. Five or more seeds are needed "
+        f"covers the true mean in about {range_coverage(fewest):.0%} of cases only. Five or more seeds are needed "
         "for intervals that deserve their name."
     )
