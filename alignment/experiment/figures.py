@@ -90,7 +90,7 @@ def learning_curves(comparison: Comparison, curves: Table) -> Figure | None:
         axes,
         "optimizer step",
         comparison.metric,
-        _title(f"Mean over seeds, {comparison.level:.3g} interval", comparison),
+        _title(f"Mean over seeds, {100 * comparison.level:g}% interval", comparison),
     )
     return figure
 
@@ -128,7 +128,7 @@ def factor_effects(comparison: Comparison) -> Figure | None:
         axes.spines[["top", "right"]].set_visible(False)
         if place == 1:
             axes.set_ylabel(comparison.metric)
-    figure.suptitle(f"Mean over all runs with that level, {comparison.level:.3g} interval", fontsize=10)
+    figure.suptitle(f"Mean over all runs with that level, {100 * comparison.level:g}% interval", fontsize=10)
     return figure
 
 

@@ -54,7 +54,7 @@ def settings_frame(comparison: Comparison) -> Table:
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the printed table."""
-    within = f"{comparison.level:.3g} interval"
+    within = f"{100 * comparison.level:g}% interval"
     header = [*comparison.factors, "seeds", comparison.metric, within, "difference", within, "p (Holm)"]
     return header, [_cells(setting, comparison) for setting in comparison.settings]
 

@@ -68,7 +68,7 @@ def test_runs_of_one_seed_count_once(make_run, tmp_path: Path) -> None:
 
 def test_the_tables(comparison: Comparison, tmp_path: Path) -> None:
     text = markdown(comparison).splitlines()
-    assert text[0] == "| beta | seeds | val/accuracy | 0.95 interval | difference | 0.95 interval | p (Holm) |"
+    assert text[0] == "| beta | seeds | val/accuracy | 95% interval | difference | 95% interval | p (Holm) |"
     assert text[2].startswith("| 0.2 | 3 | 0.6200 | [0.6000, 0.6400] | +0.1000 | [+0.0800, +0.1200] | 0.0")
     assert text[3] == "| 0.1 | 3 | 0.5200 | [0.5000, 0.5400] | baseline |  |  |"
     tex = latex(comparison)
