@@ -56,6 +56,9 @@ class Batch:
     | finished | (N,) bool | the completion ended by itself, that is with EOS |
     | rewards | (N,) float32 | weighted total; NaN = unscorable |
     | advantages | (N,) or (N, C) float32 | online only |
+    | greedy_rewards | (N,) float32 or None | reward of the prompt's greedy completion, for those that compare with it |
+    | policy_mask | (N, C) bool or None | loss tokens whose policy term trains; None = all |
+    | values, returns | (N, C) float32 or None | a critic's, before each token, when it was sampled; what it learns |
     | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |
     | step_tokens, step_examples | float | loss tokens and prompts of the whole optimizer step, over all ranks |
     | step_chosen_tokens | float | offline: loss tokens of each prompt's first completion, over the same |
@@ -84,6 +87,10 @@ class Batch:
         self.finished: Tensor | None = None
         self.rewards: Tensor | None = None
         self.advantages: Tensor | None = None
+        self.greedy_rewards: Tensor | None = None
+        self.policy_mask: Tensor | None = None
+        self.values: Tensor | None = None
+        self.returns: Tensor | None = None
         self.old_logprobs: Tensor | None = None
         self.ref_logprobs: Tensor | None = None
         self.sampler_logprobs: Tensor | None = None
@@ -117,6 +124,26 @@ class Batch:
             )
         return [self._rows(start, start + size) for start in range(0, rows, size)]
 
+    def select(self, rows: Tensor) -> Batch:
+        """Some completions of each prompt: `rows` (B, k) are row numbers, those of prompt b in line b; G becomes k."""
+        flat, part = rows.flatten(), copy.copy(self)
+        part.group_size = rows.shape[1]
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in ("prompt_ids", "prompt_mask"):
+                setattr(part, name, value[flat])
+        part.texts = [self.texts[n] for n in flat.tolist()] if self.texts else []
+        part.parts = {name: value[flat] for name, value in self.parts.items()}
+        return part
+
+    def pick(self, prompts: Sequence[int]) -> Batch:
+        """Some prompts, each with all its completions."""
+        numbers = torch.tensor(list(prompts), dtype=torch.long, device=self.prompt_ids.device)
+        rows = numbers[:, None] * self.group_size + torch.arange(self.group_size, device=numbers.device)
+        part = self.select(rows)
+        part.prompt_ids, part.prompt_mask = self.prompt_ids[numbers], self.prompt_mask[numbers]
+        part.examples = [self.examples[n] for n in prompts]
+        return part
+
     def _rows(self, start: int, stop: int) -> Batch:
         prompts = slice(start // self.group_size, -(-stop // self.group_size))
         part = copy.copy(self)
@@ -129,6 +156,30 @@ class Batch:
                 setattr(part, name, value[start:stop])
         part.parts = {name: value[start:stop] for name, value in self.parts.items()}
         return part
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Batches of one group size as one, padded to the widest."""
+    whole = copy.copy(batches[0])
+    for name, value in vars(batches[0]).items():
+        values = [getattr(batch, name) for batch in batches]
+        if isinstance(value, Tensor):
+            setattr(whole, name, torch.cat(_of_one_width(values, left=name.startswith("prompt_"))))
+        elif isinstance(value, list):
+            setattr(whole, name, [item for items in values for item in items])
+    whole.parts = {name: torch.cat([batch.parts[name] for batch in batches]) for name in batches[0].parts}
+    return whole
+
+
+def _of_one_width(tensors: Sequence[Tensor], *, left: bool) -> list[Tensor]:
+    if tensors[0].dim() == 1:
+        return list(tensors)
+    width = max(tensor.shape[1] for tensor in tensors)
+    gaps = [width - tensor.shape[1] for tensor in tensors]
+    return [
+        torch.nn.functional.pad(tensor, (gap, 0) if left else (0, gap))
+        for tensor, gap in zip(tensors, gaps, strict=True)
+    ]
 
 
 def pad(sequences: Sequence[Sequence[int]], *, left: bool = False, value: int = 0) -> tuple[Tensor, Tensor]:

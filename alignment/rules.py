@@ -22,6 +22,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "beta": ("at least 0", lambda x: 0 <= x < math.inf),
     "clip_eps": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "clip_eps_high": ("at least 0", lambda x: 0 <= x < math.inf),
+    "lmbda": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "neftune_alpha": ("at least 0", lambda x: 0 <= x < math.inf),
     "missing_eos_penalty": ("at least 0", lambda x: 0 <= x < math.inf),
     "top_entropy": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
@@ -47,6 +48,7 @@ COUNTS = {
     "num_prompts",
     "batch_size",
     "microbatch_size",
+    "length_window",
     "group_size",
     "max_steps",
     "num_rollouts",
@@ -402,6 +404,13 @@ def data_readable(cfg: Config) -> Iterator[str]:
                 yield _placed(message, key, keys)
 
 
+def divergence_in_range(cfg: Config) -> Iterator[str]:
+    """Where `beta` lies between two divergences, and is no weight of a KL term."""
+    beta = number(cfg, "algorithm.beta")
+    if get(cfg, "algorithm.lmbda") is not None and beta is not None and beta > 1:
+        yield f"algorithm.beta: {beta} must be at most 1, which is reverse KL: type algorithm.beta=0.5"
+
+
 def smoothing_fits(cfg: Config) -> Iterator[str]:
     """DFT's weight is the probability of one target; a spread one has none."""
     if get(cfg, "algorithm.loss") == "dft" and (number(cfg, "algorithm.label_smoothing") or 0) > 0:
@@ -443,6 +452,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     batch_divides,
     sorted_loss_whole,
     smoothing_fits,
+    divergence_in_range,
     trainer_owned,
     runs_read,
     precision_known,

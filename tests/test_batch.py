@@ -82,3 +82,18 @@ def test_lightning_leaves_the_batch_alone():
     converted = HalfPrecision("bf16-true").convert_input(batch)
     assert converted is batch
     assert batch.advantages.dtype == torch.float32
+
+
+def test_select_takes_some_completions_of_each_prompt() -> None:
+    batch = collate([Example([7], [[1], [2, 2], [3]]), Example([8, 9], [[4], [5], [6, 6]])])
+    batch.rewards, batch.texts = torch.arange(6.0), list("abcdef")
+    batch.parts = {"x": torch.arange(6.0) * 10}
+    part = batch.select(torch.tensor([[1, 0], [5, 5]]))
+    assert part.group_size == 2
+    assert part.completion_ids.tolist() == [[2, 2], [1, 0], [6, 6], [6, 6]]
+    assert part.completion_mask.sum(-1).tolist() == [2, 1, 2, 2]
+    assert part.prompt_ids.tolist() == batch.prompt_ids.tolist()
+    assert (part.rewards.tolist(), part.texts) == ([1, 0, 5, 5], ["b", "a", "f", "f"])
+    assert part.parts["x"].tolist() == [10, 0, 50, 50]
+    assert batch.group_size == 3  # the whole stays as it was
+    assert [len(half) for half in part.split(2)] == [2, 2]

@@ -86,13 +86,16 @@ class AlignmentModule(L.LightningModule):
         return self.callbacks
 
     def configure_optimizers(self) -> dict[str, Any]:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = self.optimizer(trained, lr=self.lr)
+        optimizer = self.optimizer(self.trained_parameters(), lr=self.lr)
         warmup = round(self.warmup_ratio * self.total_steps)
         scheduler = get_scheduler(
             self.lr_schedule, optimizer, num_warmup_steps=warmup, num_training_steps=self.total_steps
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def trained_parameters(self) -> list[Any]:
+        """Parameters, or groups of them with learning rates of their own."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
     def needs_reference(self) -> bool:
@@ -276,10 +279,12 @@ class OfflineModule(AlignmentModule):
         batch_size: int,
         num_epochs: float,
         max_steps: int | None,
+        length_window: int = 1,
         **common: Any,
     ) -> None:
         super().__init__(source, reference, optimizer, callbacks, **common)
         self.batch_size, self.num_epochs, self.max_steps = batch_size, num_epochs, max_steps
+        self.length_window = length_window
 
 
 class OnlineModule(AlignmentModule):
@@ -287,6 +292,14 @@ class OnlineModule(AlignmentModule):
 
     data_form: ClassVar[str] = "prompts"
     online: ClassVar[bool] = True
+    # Compares its samples with the prompt's greedy completion (`batch.greedy_rewards`).
+    greedy_baseline: ClassVar[bool] = False
+    # Completions of each prompt that are learned from: a number, or the name of the key that holds it.
+    rows_per_prompt: ClassVar[int | str] = "group_size"
+
+    reward_weights: dict[str, float]
+    # Times that prompts may be drawn for one rollout, to replace groups that say nothing.
+    max_draws: int = 1
 
     def __init__(
         self,
@@ -305,6 +318,12 @@ class OnlineModule(AlignmentModule):
         super().__init__(source, reference, optimizer, callbacks, **common)
         self.num_rollouts, self.num_prompts, self.group_size = num_rollouts, num_prompts, group_size
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
+
+    @property
+    def num_learned(self) -> int:
+        """Completions of one prompt that are learned from."""
+        rows = self.rows_per_prompt
+        return rows if isinstance(rows, int) else getattr(self, rows)
 
     @property
     def steps_per_rollout(self) -> int:

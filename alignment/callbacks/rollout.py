@@ -10,8 +10,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from alignment.batch import Batch, Example, pad
+from alignment.batch import Batch, Example, concat, pad
 from alignment.losses.reduce import REDUCTIONS, step_count
+from alignment.losses.sampling import informative_groups
 
 # Seeds of training rollouts and of evaluations are drawn from disjoint ranges.
 EVALUATION_SEED = 1 << 40
@@ -21,24 +22,70 @@ log = logging.getLogger("alignment")
 class RolloutCallback(L.Callback):
     """Samples completions and scores them: a whole rollout before an on-policy epoch, held-out prompts in evaluation.
 
-    What is sampled is a pure function of (weights, seed, rollout, rank), so a run resumed at a rollout boundary
-    repeats exactly what the uninterrupted one would have done, and an evaluation leaves training untouched.
+    What is sampled is a pure function of (weights, seed, number of draws so far, rank), so a run resumed at a rollout
+    boundary repeats exactly what the uninterrupted one would have done, and an evaluation leaves training untouched.
     """
 
     def __init__(self, engine, rewards, *, seed: int, num_eval_samples: int = 1, eval_temperature: float = 1.0) -> None:
         self.engine, self.rewards, self.seed = engine, rewards, seed
         self.num_eval_samples, self.eval_temperature = num_eval_samples, eval_temperature
         self._synced_step: tuple[int, int] | None = None
+        self.num_draws = 0  # times that prompts were taken; in checkpoints
+        self._told_of_missing = False
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if not module.online:
             return
-        data, number = trainer.datamodule, trainer.current_epoch
-        rollout = self.sample(trainer, module, data.prompts_for(number), module.group_size, seed=number)
-        log_rollout(module.meter, "rollout", rollout)
+        rollout = self.collect(trainer, module)
         microbatches = module.prepare_rollout(rollout)
         count_step_tokens(trainer, microbatches)
-        data.rollouts.fill(microbatches)
+        trainer.datamodule.rollouts.fill(microbatches, rollout)
+
+    def collect(self, trainer: Any, module: Any) -> Batch:
+        """This rank's part of a rollout. Where the module allows more draws than one (dynamic sampling, DAPO,
+        2503.14476 section 3.2), groups whose rewards are all equal give way to groups of further prompts; those still
+        missing after the last draw are filled up with them."""
+        drawn, found, wanted = [], 0, 0
+        for _ in range(module.max_draws):
+            drawn.append(self.draw(trainer, module))
+            if module.max_draws == 1:
+                return drawn[0]
+            wanted = wanted or len(drawn[0].examples)
+            found += int(informative_groups(drawn[-1].rewards, module.group_size).sum())
+            missing = torch.tensor(float(max(0, wanted - found)), device=trainer.strategy.root_device)
+            if not trainer.strategy.reduce(missing, reduce_op="sum"):
+                break
+        module.meter.add("rollout/draws", len(drawn), 1)
+        module.meter.add("rollout/informative", found, wanted * len(drawn))
+        if found < wanted and not self._told_of_missing:
+            self._told_of_missing = True
+            log.warning(
+                "only %d of %d groups differ in reward after %d draws: raise algorithm.max_draws, or use prompts that "
+                "are neither too easy nor too hard",
+                found,
+                wanted,
+                len(drawn),
+            )
+        return first_informative(drawn, wanted)
+
+    def draw(self, trainer: Any, module: Any) -> Batch:
+        """Completions of the next prompts, scored. Which they are follows from the number of draws so far alone."""
+        number, self.num_draws = self.num_draws, self.num_draws + 1
+        examples = trainer.datamodule.prompts_for(number)
+        rollout = self.sample(trainer, module, examples, module.group_size, seed=number)
+        log_rollout(module.meter, "rollout", rollout)
+        if module.greedy_baseline:
+            greedy = self.sample(trainer, module, examples, 1, seed=number, temperature=0.0).rewards
+            assert greedy is not None
+            rollout.greedy_rewards = greedy.repeat_interleave(module.group_size)
+            module.meter.mean("rollout/greedy_reward", greedy)
+        return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_draws": self.num_draws}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_draws = state_dict["num_draws"]
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -67,6 +114,24 @@ class RolloutCallback(L.Callback):
         temperature: float | None = None,
     ) -> Batch:
         """`group_size` completions of each prompt, scored. Adds the seconds it took to the module's meter."""
+        batch = self.complete(trainer, module, examples, group_size, seed=seed, temperature=temperature)
+        generated = time.perf_counter()
+        self.score(module, batch)
+        module.meter.total("time/reward", time.perf_counter() - generated)
+        return batch
+
+    @torch.no_grad()
+    def complete(
+        self,
+        trainer: Any,
+        module: Any,
+        examples: Sequence[Example],
+        group_size: int,
+        *,
+        seed: int,
+        temperature: float | None = None,
+    ) -> Batch:
+        """The same without scores."""
         started = time.perf_counter()
         with trainer.precision_plugin.forward_context():
             self._sync(trainer, module)
@@ -79,12 +144,8 @@ class RolloutCallback(L.Callback):
                 seed=rank_seed(self.seed, seed, trainer.global_rank),
                 temperature=temperature,
             )
-        batch = to_batch(examples, completions, group_size)
-        generated = time.perf_counter()
-        self.score(module, batch)
-        module.meter.total("time/generate", generated - started)
-        module.meter.total("time/reward", time.perf_counter() - generated)
-        return batch
+        module.meter.total("time/generate", time.perf_counter() - started)
+        return to_batch(examples, completions, group_size)
 
     def _sync(self, trainer: Any, module: Any) -> None:
         """Refresh the engine's weights, once per change of the policy's."""
@@ -107,6 +168,18 @@ class RolloutCallback(L.Callback):
             log.warning("no completion could be scored: the rows lack what the reward reads (reward.accuracy.column)")
         batch.rewards = as_tensor(scores.total)
         batch.parts = {name: as_tensor(values) for name, values in scores.parts.items()}
+
+
+def first_informative(drawn: list[Batch], wanted: int) -> Batch:
+    """The first `wanted` groups whose rewards differ, as they were drawn; where those are too few, others as well."""
+    groups = []
+    for number, batch in enumerate(drawn):
+        assert batch.rewards is not None
+        differ = informative_groups(batch.rewards, batch.group_size).tolist()
+        groups += [(not useful, number, prompt) for prompt, useful in enumerate(differ)]
+    chosen = sorted(groups)[:wanted]
+    prompts = [[prompt for _, number, prompt in chosen if number == n] for n in range(len(drawn))]
+    return concat([batch.pick(taken) for batch, taken in zip(drawn, prompts, strict=True) if taken])
 
 
 def rank_seed(seed: int, number: int, rank: int) -> int:

@@ -16,10 +16,9 @@ class SamplesCallback(L.Callback):
         self.samples, self.num_shown = samples, num_shown
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs, batch: Batch, batch_idx: int) -> None:
-        first_pass = batch_idx < len(trainer.datamodule.rollouts) if module.online else False
-        if first_pass and trainer.is_global_zero:
+        if module.online and batch_idx == 0 and trainer.is_global_zero:
             step = (trainer.current_epoch + 1) * module.steps_per_rollout
-            self.samples.append(records(batch, phase="rollout", step=step))
+            self.samples.append(records(trainer.datamodule.rollouts.sampled, phase="rollout", step=step))
 
     def on_validation_batch_end(
         self,

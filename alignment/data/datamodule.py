@@ -42,6 +42,9 @@ class StepStream(Dataset):
     Step s takes `batch_size` consecutive rows of the stream: passes over the data run into each other, so no row is
     dropped and no step is smaller than the others. The rows of a step are sorted by length before they are cut into
     microbatches, which leaves the step's gradient as it is and its padding small.
+
+    length_window: so many steps share their rows out by length, and follow each other in random order: rows of one step
+    are then alike, at the price of steps that are no random draw. The window of rows stays the same, each once.
     """
 
     def __init__(
@@ -54,20 +57,33 @@ class StepStream(Dataset):
         rank: int,
         world_size: int,
         seed: int,
+        length_window: int = 1,
     ) -> None:
         self.examples, self.batch_size, self.microbatch_size = examples, batch_size, microbatch_size
         self.rank, self.world_size = rank, world_size
         self.num_microbatches = batch_size // (microbatch_size * world_size)
         self.total_steps = total_steps
-        self.stream = Stream(len(examples), seed)
+        self.stream, self.length_window = Stream(len(examples), seed), length_window
+        self._window: tuple[int, list[Example]] = (-1, [])
 
     def __len__(self) -> int:
         return self.total_steps * self.num_microbatches
 
+    def rows(self, step: int) -> list[Example]:
+        """The rows of an optimizer step over all ranks, longest first."""
+        window, place = divmod(step, self.length_window)
+        first = window * self.length_window
+        steps = min(self.length_window, self.total_steps - first)  # the last window is what is left of the run
+        if self._window[0] != window:
+            indices = self.stream.take(first * self.batch_size, steps * self.batch_size)
+            self._window = window, sorted((self.examples[i] for i in indices), key=_length, reverse=True)
+        generator = torch.Generator().manual_seed(self.stream.seed * 1_000_033 + window)
+        place = torch.randperm(steps, generator=generator).tolist()[place]
+        return self._window[1][place * self.batch_size : (place + 1) * self.batch_size]
+
     def __getitem__(self, index: int) -> Batch:
         step, microbatch = divmod(index, self.num_microbatches)
-        rows = [self.examples[i] for i in self.stream.take(step * self.batch_size, self.batch_size)]
-        rows.sort(key=_length, reverse=True)
+        rows = self.rows(step)
         start = (microbatch * self.world_size + self.rank) * self.microbatch_size
         batch = collate(rows[start : start + self.microbatch_size])
         batch.step_tokens = float(sum(sum(row.loss_tokens) for row in rows))
@@ -149,14 +165,16 @@ class OfflineData(AlignmentData):
         total_steps: int,
         eval_batch_size: int,
         seed: int,
+        length_window: int = 1,
     ) -> None:
         super().__init__(heldout_prompts, heldout, eval_batch_size=eval_batch_size)
-        self.train, self.seed, self.total_steps = train, seed, total_steps
+        self.train, self.seed, self.total_steps, self.length_window = train, seed, total_steps, length_window
+        self.steps: StepStream | None = None
         self.batch_size, self.microbatch_size = batch_size, microbatch_size
 
     def train_dataloader(self) -> DataLoader:
         rank, world_size = self._rank()
-        steps = StepStream(
+        steps = self.steps = StepStream(
             self.train,
             batch_size=self.batch_size,
             microbatch_size=self.microbatch_size,
@@ -164,6 +182,7 @@ class OfflineData(AlignmentData):
             rank=rank,
             world_size=world_size,
             seed=self.seed,
+            length_window=self.length_window,
         )
         assert self.trainer is not None
         return _loader(steps, FromStep(steps, self.trainer))

@@ -22,9 +22,11 @@ from alignment.callbacks.progress import RunProgress
 from alignment.callbacks.ref_logprob import RefLogprobCallback
 from alignment.callbacks.rollout import RolloutCallback
 from alignment.callbacks.samples import SamplesCallback
+from alignment.callbacks.student_samples import StudentSamples
 from alignment.config import build
 from alignment.data.datamodule import AlignmentData, OfflineData, OnlineData
 from alignment.data.prepare import prepare
+from alignment.data.store import ExampleFile, described
 from alignment.experiment.record import Samples
 from alignment.reward.combine import RewardSet
 from alignment.strategy.precision import pick_precision
@@ -56,9 +58,11 @@ class Assembly:
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
+    if isinstance(examples, ExampleFile):  # known since it was written
+        return f"{len(examples)} examples, sha256 {examples.content[:16]}"
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(repr((example.id, example.prompt_ids, example.completions)).encode())
+        digest.update(described(example))
     return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"
 
 
@@ -100,7 +104,7 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
         source=source,
         reference=build(cfg["ref_strategy"]),
         optimizer=build(cfg["optimizer"]),
-        callbacks=[rollout, RefLogprobCallback(), OffPolicyWatch(), MetricsCallback()],
+        callbacks=[rollout, StudentSamples(rollout), RefLogprobCallback(), OffPolicyWatch(), MetricsCallback()],
     )
     if module.online:
         module.temperature, module.max_new_tokens = engine.temperature, engine.max_new_tokens
@@ -141,6 +145,7 @@ def build_data(cfg: dict[str, Any], module: Any) -> AlignmentData:
             batch_size=algorithm["batch_size"],
             microbatch_size=algorithm["microbatch_size"],
             total_steps=module.total_steps,
+            length_window=module.length_window,
             **common,
         )
     data.reports = prepared.reports

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -116,6 +118,21 @@ def online(tiny_llama: LlamaForCausalLM) -> Callable[..., Any]:
         return module
 
     return build
+
+
+@pytest.fixture
+def keys_of() -> Callable[[str], dict[str, Any]]:
+    """The keys of an option's yaml and of those it extends, but for those of every online algorithm."""
+    folder = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
+
+    def read(name: str) -> dict[str, Any]:
+        node = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+        keys: dict[str, Any] = {}
+        for base in node.pop("defaults", []):
+            keys |= {} if base in ("_self_", "base/online") else read(base)
+        return keys | {key: value for key, value in node.items() if key != "_target_"}
+
+    return read
 
 
 @pytest.fixture

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from alignment.algorithm.grpo import GRPO
 from alignment.errors import UserError
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
 LENGTHS = [[3, 5, 1, 4], [2, 6, 4, 2]]
 REWARDS = [1.0, 0.0, 0.5, 0.0, 0.25, 1.0, 1.0, 0.0]
 MAX_TOKENS = 9
-
-
-def options(name: str) -> dict[str, Any]:
-    """The keys of an option's yaml and of those it extends, but for those of every online algorithm."""
-    node = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))
-    keys: dict[str, Any] = {}
-    for base in node.pop("defaults", []):
-        keys |= {} if base in ("_self_", "base/online") else options(base)
-    return keys | {key: value for key, value in node.items() if key != "_target_"}
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float) -> float:
@@ -84,8 +71,8 @@ def moved(module: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo", "gmpo"])
-def test_a_step_is_that_of_the_loop(online: Callable, rollout_of: Callable, learn: Callable, tokens: Callable, name):
-    keys = options(name)
+def test_a_step_is_that_of_the_loop(online, keys_of, rollout_of, learn, tokens, name: str) -> None:
+    keys = keys_of(name)
     module = online(GRPO, group_size=4, microbatch_size=4, num_iterations=2, max_new_tokens=MAX_TOKENS, **keys)
     rollout = rollout_of(LENGTHS, REWARDS)
     old = tokens(module.policy, rollout)
@@ -108,13 +95,13 @@ def test_a_step_is_that_of_the_loop(online: Callable, rollout_of: Callable, lear
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "vespo", "gmpo"])
-def test_the_microbatch_changes_neither_loss_nor_gradient(online, rollout_of, learn, tiny_llama, name) -> None:
+def test_the_microbatch_changes_neither_loss_nor_gradient(online, keys_of, rollout_of, learn, tiny_llama, name) -> None:
     """Also where a group is cut, and where a completion is unscorable."""
     rewards = [*REWARDS[:5], math.nan, *REWARDS[6:]]
     start = {key: value.clone() for key, value in tiny_llama.state_dict().items()}
     results = []
     for size in (8, 4, 2, 1):
-        module = online(GRPO, group_size=4, microbatch_size=size, max_new_tokens=MAX_TOKENS, **options(name))
+        module = online(GRPO, group_size=4, microbatch_size=size, max_new_tokens=MAX_TOKENS, **keys_of(name))
         tiny_llama.load_state_dict(start)
         batches = module.prepare_rollout(rollout_of(LENGTHS, rewards))
         assert len(batches) == 8 // size
@@ -125,9 +112,9 @@ def test_the_microbatch_changes_neither_loss_nor_gradient(online, rollout_of, le
     assert results[0][1].norm() > 1e-4
 
 
-def test_minibatches_are_each_a_step_of_their_own(online, rollout_of, learn) -> None:
+def test_minibatches_are_each_a_step_of_their_own(online, keys_of, rollout_of, learn) -> None:
     """Two steps of four completions: the loss of each is over its own 13 and 14 tokens, here -sum(A n) / sum(n)."""
-    module = online(GRPO, group_size=4, microbatch_size=2, num_minibatches=2, **options("dapo"))
+    module = online(GRPO, group_size=4, microbatch_size=2, num_minibatches=2, **keys_of("dapo"))
     batches = module.prepare_rollout(rollout_of(LENGTHS, REWARDS))
     a = advantages("dapo")
     for first, lengths in ((0, LENGTHS[0]), (1, LENGTHS[1])):
@@ -136,8 +123,8 @@ def test_minibatches_are_each_a_step_of_their_own(online, rollout_of, learn) -> 
         assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_batch_scaling_divides_by_the_deviation_of_all_rewards(online, rollout_of) -> None:
-    module = online(GRPO, group_size=4, microbatch_size=8, **(options("grpo") | {"scale_rewards": "batch"}))
+def test_batch_scaling_divides_by_the_deviation_of_all_rewards(online, keys_of, rollout_of) -> None:
+    module = online(GRPO, group_size=4, microbatch_size=8, **(keys_of("grpo") | {"scale_rewards": "batch"}))
     (batch,) = module.prepare_rollout(rollout_of(LENGTHS, REWARDS))
     mean = sum(REWARDS) / 8
     std = math.sqrt(sum((r - mean) ** 2 for r in REWARDS) / 7)
@@ -157,14 +144,14 @@ def test_batch_scaling_divides_by_the_deviation_of_all_rewards(online, rollout_o
         ({"loss": "sapo", "tau_neg": 0.0}, "tau_pos and tau_neg must be above 0"),
     ],
 )
-def test_what_a_loss_cannot_use_is_refused(online: Callable, changes: dict[str, Any], message: str) -> None:
+def test_what_a_loss_cannot_use_is_refused(online, keys_of, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"algorithm.loss: .*{message}"):
-        online(GRPO, group_size=4, microbatch_size=8, **(options("grpo") | changes))
+        online(GRPO, group_size=4, microbatch_size=8, **(keys_of("grpo") | changes))
 
 
-def test_two_sided_clip_bounds_a_bad_token(online, rollout_of, learn, tokens) -> None:
+def test_two_sided_clip_bounds_a_bad_token(online, keys_of, rollout_of, learn, tokens) -> None:
     """A token that became likelier by more than delta pays -A delta, not -A ratio."""
-    module = online(GRPO, group_size=4, microbatch_size=8, num_iterations=2, **(options("dapo") | {"delta": 1.3}))
+    module = online(GRPO, group_size=4, microbatch_size=8, num_iterations=2, **(keys_of("dapo") | {"delta": 1.3}))
     rollout = rollout_of(LENGTHS, REWARDS)
     batches, old = module.prepare_rollout(rollout), tokens(module.policy, rollout)
     for _ in range(3):

@@ -143,6 +143,7 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
     "counts_positive": [
         (lambda: config(algorithm__num_rollouts=0), "algorithm.num_rollouts", "algorithm.num_rollouts="),
         (lambda: config(algorithm__num_prompts=0), "algorithm.num_prompts", "algorithm.num_prompts="),
+        (lambda: config(algorithm__length_window=0), "algorithm.length_window", "algorithm.length_window="),
         (lambda: config(rollout__max_new_tokens=0), "rollout.max_new_tokens", "rollout.max_new_tokens="),
         (lambda: config(evaluation__num_prompts=-1), "evaluation.num_prompts", "at least 0>"),
         (lambda: config(evaluation__every=0), "evaluation.every", "evaluation.every="),
@@ -225,6 +226,9 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: config(algorithm=OFFLINE, trainer__devices=3), "algorithm.batch_size", "algorithm.batch_size=24"),
         (lambda: config(algorithm=OFFLINE | {"batch_size": 4}), "algorithm.batch_size", "algorithm.microbatch_size=4"),
     ],
+    "divergence_in_range": [
+        (lambda: config(algorithm=OFFLINE | {"lmbda": 0.5, "beta": 1.5}), "algorithm.beta", "algorithm.beta=0.5"),
+    ],
     "smoothing_fits": [
         (
             lambda: config(algorithm=OFFLINE | {"loss": "dft", "label_smoothing": 0.1}),
@@ -249,10 +253,6 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
             "trainer.devices",
             "trainer.devices=1",
         ),
-    ],
-    "runs_read": [
-        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),
-        (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
     ],
     "runs_read": [
         (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),

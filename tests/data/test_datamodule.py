@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,46 @@ def test_a_step_holds_the_same_rows_whatever_the_microbatch(microbatch_size: int
         )
 
 
+def lengths(stream: StepStream, step: int) -> list[int]:
+    return [len(row.prompt_ids) + len(row.completions[0]) for row in stream.rows(step)]
+
+
+@pytest.mark.parametrize("window", [2, 4, 6, 100])
+def test_a_length_window_holds_the_same_rows_in_steps_of_similar_length(window: int):
+    plain, grouped = steps(), steps(length_window=window)
+    for first in range(0, 6, window):
+        mine = range(first, min(first + window, 6))  # the last window is what is left of the run
+        rows_of = [sorted(example.id for step in mine for example in stream.rows(step)) for stream in (plain, grouped)]
+        assert rows_of[0] == rows_of[1]
+        spans = sorted((min(lengths(grouped, step)), max(lengths(grouped, step))) for step in mine)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_the_steps_of_a_length_window_are_a_function_of_seed_and_step_in_no_order_of_length():
+    def run(seed: int, order=range(40)) -> list[list[str]]:
+        stream = steps(length_window=20, total_steps=40, seed=seed)
+        return [[row.id for row in stream.rows(step)] for step in order]
+
+    whole = run(1)
+    assert run(1, [27, 3, 39]) == [whole[27], whole[3], whole[39]]  # as a resumed run asks
+    assert run(2) != whole
+    stream = steps(length_window=20, total_steps=40)
+    longest = [max(lengths(stream, step)) for step in range(20)]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
+def test_ranks_and_microbatches_of_a_length_window_are_those_of_its_steps():
+    whole = steps(length_window=3)
+    parts = [steps(length_window=3, rank=rank, world_size=2) for rank in (0, 1)]
+    for step in range(6):
+        expected = [row.id for row in whole.rows(step)]
+        assert ids(whole, range(4 * step, 4 * step + 4)) == expected
+        assert sorted(ids(parts[0], range(2 * step, 2 * step + 2)) + ids(parts[1], range(2 * step, 2 * step + 2))) == (
+            sorted(expected)
+        )
+        assert whole[4 * step].step_tokens == sum(len(row.completions[0]) for row in whole.rows(step))
+
+
 def test_ranks_share_a_step_without_overlap():
     whole = set(ids(steps(), range(4)))
     ranks = [set(ids(steps(rank=rank, world_size=2), range(2))) for rank in (0, 1)]
@@ -91,10 +132,10 @@ def test_ranks_take_different_prompts_of_the_same_rollout():
 def test_the_loader_repeats_the_rollout_num_iterations_times():
     data = online()
     batches = ["a", "b"]
-    data.rollouts.fill(batches)
+    data.rollouts.fill(batches, "ab")
     assert list(data.train_dataloader()) == ["a", "b", "a", "b"]
 
 
 def test_a_rollout_of_the_wrong_size_is_an_error():
     with pytest.raises(RuntimeError, match="2 were planned"):
-        RolloutBuffer(2).fill(["a"])
+        RolloutBuffer(2).fill(["a"], "a")

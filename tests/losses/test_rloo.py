@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from alignment.losses.rloo import reinforce, sequence_clipped_loss
+from alignment.losses.rloo import reinforce, reinforce_tokens, sequence_clipped_loss, sequence_clipped_tokens
 
 
 def test_rloo_sequence_clipped_loss(vector: Callable) -> None:
@@ -37,3 +38,23 @@ def test_properties() -> None:
     values, _ = sequence_clipped_loss(far, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
     assert torch.isfinite(values).all()
     assert torch.isfinite(torch.autograd.grad(values.sum(), far)[0]).all()
+
+
+def test_token_forms_hold_the_completions_values() -> None:
+    """Averaged as their reductions do they are the losses of whole completions; an unused token has no say."""
+    logprobs, old = (
+        torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -1.5, -0.1]]),
+        torch.tensor([[-1.1, -1.8, 5.0], [-0.6, -1.0, -0.4]]),
+    )
+    mask, a = torch.tensor([[True, True, False], [True, True, True]]), torch.tensor([1.0, -2.0])
+    values, stats = sequence_clipped_tokens(logprobs, old, a, mask, clip_eps=0.1)
+    # log-ratios -0.1 and -0.1: r = exp(-0.1) = 0.904837, inside [0.9, 1.1]
+    torch.testing.assert_close(values, torch.tensor([[-0.904837] * 3, [1.809675] * 3]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stats["ratio"], torch.full((2, 3), 0.904837), rtol=1e-5, atol=1e-6)
+    plain, _ = reinforce_tokens(logprobs, None, a, mask)
+    assert torch.where(mask, plain, 0.0).sum(-1).tolist() == pytest.approx([3.0, -4.2])  # -A times -3 and -2.1
+
+
+def test_the_sequence_loss_of_tokens_takes_no_advantages_per_token() -> None:
+    with pytest.raises(ValueError, match="one advantage per completion"):
+        sequence_clipped_tokens(torch.zeros(2, 3), None, torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
