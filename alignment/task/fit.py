@@ -19,6 +19,7 @@ from alignment.experiment.curves import draw_curves
 from alignment.experiment.record import MetricsFile, write_manifest, write_summary
 from alignment.experiment.tracker import build_loggers, close_loggers
 from alignment.task.assemble import Assembly, assemble
+from alignment.task.data_report import write_data_report
 
 log = logging.getLogger("alignment")
 
@@ -68,6 +69,8 @@ def record_start(cfg: dict[str, Any], assembly: Assembly, folder: Path, checkpoi
     if not assembly.trainer.is_global_zero:
         return
     write_manifest(folder, seed=cfg["seed"], data=assembly.fingerprints)
+    if checkpoint is None:
+        write_data_report(assembly.sets, assembly.data.reports, assembly.module.source.tokenizer, folder)
     MetricsFile(folder).truncate_after(assembly.module.start_step)
     assembly.samples.truncate_after(assembly.module.start_step)
 

@@ -26,4 +26,6 @@ def test_every_part_of_every_set_is_drawn(tmp_path: Path, monkeypatch: pytest.Mo
     lines = [patch for patch in axes[0].patches if isinstance(patch, StepPatch) and not patch.get_fill()]
     np.testing.assert_array_equal(lines[0].get_data().edges, [0, 2, 4])
     np.testing.assert_array_equal(lines[1].get_data().values, [0, 3, 4])
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["prompt (median 3)", "chosen (median 3)"]
+    legend = axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["prompt (median 3)", "chosen (median 3)"]
