@@ -52,6 +52,28 @@ def reward_model_stats(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     }
 
 
+# Bins of the calibration error: of confidences from 1/2 to 1, so each is 5 points wide.
+NUM_BINS = 10
+
+
+def calibration_gaps(gaps: Tensor, *, num_bins: int = NUM_BINS) -> Tensor:
+    """Sum of (right - confidence) over the pairs of each bin, (num_bins,) float64; gaps (...) are r_w - r_l.
+
+    confidence is that of the answer the model prefers, sigmoid(|gap|), in equal bins from 1/2 to 1; a tie is half
+    right. Add these up over batches and ranks, then `calibration_error`.
+    """
+    gaps = gaps.detach().double().flatten()
+    confidence = torch.sigmoid(gaps.abs())
+    right = (gaps > 0).double() + 0.5 * (gaps == 0).double()
+    which = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    return torch.zeros(num_bins, dtype=torch.float64, device=gaps.device).index_add_(0, which, right - confidence)
+
+
+def calibration_error(sums: Tensor, count: float) -> Tensor:
+    """Expected calibration error (1706.04599 eq. 3): the bins' |accuracy - confidence|, weighed by their pairs."""
+    return sums.abs().sum() / count
+
+
 def margin_accuracy(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
     """1 where r_w > r_l + margin, (B,): stricter than accuracy, for data that has margins."""
     return (chosen > rejected + margin).to(chosen.dtype)

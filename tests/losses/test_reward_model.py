@@ -8,7 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from alignment.losses.reward_model import bradley_terry, margin_accuracy, reward_model_stats, score_range
+from alignment.losses.reward_model import (
+    bradley_terry,
+    calibration_error,
+    calibration_gaps,
+    margin_accuracy,
+    reward_model_stats,
+    score_range,
+)
 
 
 def test_rm_bradley_terry(vector: Callable) -> None:
@@ -67,3 +74,19 @@ def test_properties() -> None:
     value, _ = bradley_terry(far, -far, center_coef=0.01)
     assert torch.isfinite(value).all()
     assert torch.isfinite(torch.autograd.grad(value.sum(), far)[0]).all()
+
+
+def test_calibration_is_the_distance_of_confidence_and_accuracy() -> None:
+    """Gaps of log 3 and -log 3: confidence 3/4, one of two right: |1 + 0 - 2 * 3/4| / 2 = 1/4. A tie: 1/2 - 1/2 = 0."""
+    third = math.log(3)
+    sums = calibration_gaps(torch.tensor([third, -third, 0.0]))
+    assert float(calibration_error(sums, 3)) == pytest.approx(0.5 / 3, abs=1e-7)
+    assert sums[5] == pytest.approx(-0.5, abs=1e-7)  # [0.75, 0.80) is the sixth of ten bins from 1/2 to 1
+    sure = calibration_gaps(torch.tensor([100.0, -100.0]))  # confidence 1 belongs to the last bin
+    torch.testing.assert_close(sure, torch.tensor([0.0] * 9 + [-1.0], dtype=torch.float64))
+
+
+def test_calibration_adds_up_over_batches() -> None:
+    gaps = torch.randn(50)
+    parts = calibration_gaps(gaps[:20]) + calibration_gaps(gaps[20:])
+    torch.testing.assert_close(parts, calibration_gaps(gaps))
