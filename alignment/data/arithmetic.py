@@ -33,7 +33,7 @@ class Arithmetic:
     question: what is asked; {a}, {op} and {b} are filled in.
     """
 
-    forms: ClassVar[tuple[str, ...]] = ("prompts", "demonstrations", "pairs", "unpaired", "ranked")
+    forms: ClassVar[tuple[str, ...]] = ("prompts", "demonstrations", "pairs", "unpaired", "ranked", "stepwise")
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Arithmetic:
         pairs: the rejected answer is wrong by 1, 2 or 3, and not negative where the right one is not.
         unpaired: the answers of the pair as two rows, so both are on the same side of the division.
         ranked: the right answer, one wrong by 1, one wrong by 2 or 3.
+        stepwise: two solutions, a right one and one that slips at its sum or at its answer.
         """
         if form not in self.forms:
             raise UserError(
@@ -107,6 +108,8 @@ class Arithmetic:
         wrong = _said(self._wrong(problem, right, (1, 2, 3)))
         if form == "pairs":
             return [row | {"chosen": best, "rejected": wrong}]
+        if form == "stepwise":
+            return _solutions(row, f"{a} {SIGNS[op]} {b}", str(right), wrong[0]["content"], slip=(a + b) % 2)
         return [row | {"completion": best, "label": True}, row | {"completion": wrong, "label": False}]
 
     def _wrong(self, problem: Problem, right: int, steps: tuple[int, ...]) -> int:
@@ -114,6 +117,14 @@ class Arithmetic:
         signed = sorted(sign * step for step in steps for sign in (-1, 1))
         near = [right + step for step in signed if right < 0 or right + step >= 0]
         return random.Random(f"{self.seed} {problem}").choice(near)
+
+
+def _solutions(row: dict[str, Any], task: str, right: str, wrong: str, *, slip: int) -> list[dict[str, Any]]:
+    """A right solution in two steps, and one that is wrong from step `slip` on."""
+    said = [right if step < slip else wrong for step in range(2)]
+    steps = [[f"{task} = {one}", f"The answer is {two}."] for one, two in ((right, right), (said[0], said[1]))]
+    labels = [[True, True], [step < slip for step in range(2)]]
+    return [row | {"completions": text, "labels": label} for text, label in zip(steps, labels, strict=True)]
 
 
 def _said(number: int) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_a_difference_is_not_its_mirror() -> None:
 
 def test_what_is_held_out_is_the_same_for_every_form_and_follows_the_seed() -> None:
     held = [{row["prompt"][0]["content"] for row in Arithmetic().load(form)[1]} for form in Arithmetic.forms]
-    assert len(held) == 5 and all(questions == held[0] for questions in held)
+    assert len(held) == 6 and all(questions == held[0] for questions in held)
     assert Arithmetic().load("prompts") == Arithmetic().load("prompts")
     assert Arithmetic(seed=1).load("prompts")[1] != Arithmetic().load("prompts")[1]
 
@@ -97,6 +97,21 @@ def test_a_ranked_list_is_right_then_off_by_one_then_off_by_more() -> None:
     assert distances == {(1, 2), (1, 3)}
 
 
+def test_of_two_solutions_one_slips_and_stays_wrong() -> None:
+    train, held = Arithmetic().load("stepwise")
+    assert len(train) + len(held) == 2 * 81
+    seen = set()
+    for good, bad in zip((train + held)[::2], (train + held)[1::2], strict=True):
+        a, _, b = parsed(good)
+        assert good["completions"] == [f"{a} + {b} = {a + b}", f"The answer is {a + b}."]
+        assert good["labels"] == [True, True]
+        right = [str(a + b) in step.replace(f"{a} + {b}", "").rstrip(".").split() for step in bad["completions"]]
+        assert right == bad["labels"]
+        assert bad["prompt"] == good["prompt"]
+        seen.add(tuple(right))
+    assert seen == {(False, False), (True, False)}
+
+
 def test_demonstrations_say_the_answer() -> None:
     train, _ = Arithmetic().load("demonstrations")
     assert all(row["completion"] == [{"role": "assistant", "content": row["answer"]}] for row in train)
@@ -120,11 +135,18 @@ def test_parts_of_a_difficulty_are_overridden_and_the_question_too() -> None:
 
 @pytest.mark.parametrize(
     ("form", "num_examples", "num_completions"),
-    [("prompts", 61, 0), ("demonstrations", 61, 1), ("pairs", 61, 2), ("unpaired", 122, 1), ("ranked", 61, 3)],
+    [
+        ("prompts", 61, 0),
+        ("demonstrations", 61, 1),
+        ("pairs", 61, 2),
+        ("unpaired", 122, 1),
+        ("ranked", 61, 3),
+        ("stepwise", 122, 1),
+    ],
 )
 def test_the_rows_encode(in_bytes: Any, form: Any, num_examples: int, num_completions: int) -> None:
     rows, _ = Arithmetic().load(form)
-    examples, report = encode(rows, form, in_bytes(), max_prompt_tokens=99, max_completion_tokens=9)
+    examples, report = encode(rows, form, in_bytes(), max_prompt_tokens=99, max_completion_tokens=40)
     assert len(examples) == num_examples and not report.dropped
     assert {len(example.completions) for example in examples} == {num_completions}
 
@@ -146,9 +168,10 @@ def test_keys_that_cannot_work_are_refused(keys: dict[str, Any], words: str) -> 
 
 
 def test_other_forms_are_refused() -> None:
-    words = "arithmetic has prompts, demonstrations, pairs, unpaired, ranked, not stepwise: type data=jsonl"
+    words = "arithmetic has prompts, demonstrations, pairs, unpaired, ranked, stepwise, not triples: type data=jsonl"
+    other: Any = "triples"
     with pytest.raises(UserError, match=words):
-        Arithmetic().load("stepwise")
+        Arithmetic().load(other)
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "reasoning_gym"])
