@@ -1,0 +1,129 @@
+"""The score of a trained reward model, read as it was trained: at the end token of the completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from alignment.batch import Example, collate
+from alignment.errors import UserError
+from alignment.model.hf import HFModel
+from alignment.model.scorer import completion_scores
+
+
+class RewardModel:
+    """A model with a score head of one label, as `algorithm=reward_model` saves it, or any other of transformers.
+
+    What is scored is text: the prompt and the completion under the reward model's own chat template and tokenizer, up
+    to its end token, whatever the policy's are. A completion that was cut off is scored as if it ended there.
+
+    path: folder or hub name. batch_size: completions of one forward pass. dtype: of the weights, auto = as saved.
+    device: where it is kept; None = the accelerator if there is one. weight: factor of this reward in the total.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        batch_size: int = 64,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        self.name, self.batch_size, self.device, self.weight = path, batch_size, device, weight
+        if (Path(path).expanduser() / "adapter_config.json").is_file():
+            raise UserError(
+                f"reward.model.path: {path} is an adapter: merge it into its base first (algorithm=reward_model does), "
+                "then type reward.model.path=<that folder>"
+            )
+        self.source = HFModel(path, adapter="none", dtype=dtype)
+        with _named():
+            self.source.folder  # noqa: B018 (told at once, not at the first rollout)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The weights, loaded when they are first needed."""
+        with _named():
+            model = self.source.frozen_scorer()
+        return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @torch.no_grad()
+    def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float | None]:
+        """One score for each completion; those of one prompt share it."""
+        texts = [self._tokens(row, text) for text, row in zip(completions, rows, strict=True)]
+        scores: list[float | None] = []
+        for examples in _batches(texts, self.batch_size):
+            batch = collate(examples).to(next(self.model.parameters()).device)
+            with torch.autocast(batch.prompt_ids.device.type, enabled=False):
+                scores += completion_scores(self.model, batch).float().tolist()
+        return scores
+
+    # ---- as it was trained ------------------------------------------------------------------------------------------
+    def _tokens(self, row: dict[str, Any], text: str) -> tuple[list[int], list[int]]:
+        """Prompt and completion as ids; the completion ends in the end token."""
+        prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            return [*self._bos, *self._ids(prompt)], [*self._continued(text), self.source.tokenizer.eos_token_id]
+        if not prompt:
+            raise UserError("a row without a prompt: a reward model scores an answer to something")
+        options = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
+        begun = prompt[-1]["role"] == "assistant"  # its beginning of the reply belongs to the completion
+        reply = {"role": "assistant", "content": (prompt[-1]["content"] if begun else "") + text}
+        asked = prompt[:-1] if begun else prompt
+        head = self._show(asked, add_generation_prompt=True, **options)
+        whole = self._show([*asked, reply], **options)
+        if not whole.startswith(head):  # a template that opens the reply otherwise than it shows it later
+            ids = self._ended(self._ids(whole))
+            return ids[:1], ids[1:]
+        return self._ids(head), self._ended(self._continued(whole[len(head) :]))
+
+    def _show(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        tokenizer = self.source.tokenizer
+        if tokenizer.chat_template is None:
+            raise UserError(f"reward.model.path: {self.name} has no chat template, and the prompts are messages")
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)  # pyright: ignore
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Up to the last end token: templates put a line break behind it."""
+        stops = [i for i, token in enumerate(ids) if token in self.source.stop_ids]
+        return ids[: stops[-1] + 1] if stops else ids
+
+    def _ids(self, text: str) -> list[int]:
+        return self.source.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore
+
+    @cached_property
+    def _bos(self) -> list[int]:
+        """The BOS that the tokenizer puts before plain text, if it puts one; templates write their own."""
+        bos, first = self.source.tokenizer.bos_token_id, self.source.tokenizer("a")["input_ids"][:1]  # pyright: ignore
+        return [bos] if first == [bos] and isinstance(bos, int) else []
+
+    def _continued(self, text: str) -> list[int]:
+        """Ids of a text that goes on from another: without the space that some tokenizers put first."""
+        front, joined = self._ids("\n"), self._ids("\n" + text)
+        prefixes = self._ids("\na")[len(front) :] != self._ids("a")
+        return joined[len(front) :] if prefixes and joined[: len(front)] == front else self._ids(text)
+
+
+def _batches(texts: list[tuple[list[int], list[int]]], size: int) -> Iterator[list[Example]]:
+    """In order; neighbours with the same prompt as one example, as long as all of a batch have equally many."""
+    groups = [(prompt, [ids for _, ids in group]) for prompt, group in groupby(texts, key=lambda pair: pair[0])]
+    examples = [Example(p, ids[i : i + size]) for p, ids in groups for i in range(0, len(ids), size)]
+    for count, alike in groupby(examples, key=lambda example: len(example.completions)):
+        rows, step = list(alike), max(1, size // count)
+        yield from (rows[i : i + step] for i in range(0, len(rows), step))
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Messages about the model's folder, under the key that the user has typed."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "reward.model.path")) from error
