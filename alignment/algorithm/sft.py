@@ -8,6 +8,7 @@ from torch import Tensor
 from alignment.algorithm.base import OfflineModule
 from alignment.batch import Batch
 from alignment.losses.sft import dft, nll, smoothed_nll
+from alignment.model.logprobs import padding
 
 
 class SFT(OfflineModule):
@@ -54,6 +55,8 @@ class SFT(OfflineModule):
             rows = torch.where(batch.loss_mask, values, 0.0).sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
             loss, count = self.example_mean(rows, batch), batch.step_examples
         self.log_loss(loss, batch, count)
+        assert self.policy is not None
+        self.meter.add(f"{self.phase}/padding", *padding(self.policy, batch, path=self.source.shared_prompt))
         assert is_top1 is not None
         self.log_stats({"nll": nll(logprobs), "token_accuracy": is_top1}, batch.loss_mask)
         if not self.trainer.training:

@@ -2,7 +2,7 @@
 
 Three exact ways to get the hidden states, of which the first is the oracle and the others compute each prompt once:
 
-- dense: every completion with its own copy of its prompt, padded to a rectangle;
+- dense: every completion with its own copy of its prompt, padded to the longest of both together;
 - packed: one row of all prompts and completions without any padding, under `shared_attention`;
 - cache: prompts first, their keys and values repeated for the completions that follow. Two forwards.
 
@@ -131,6 +131,12 @@ def completion_states(
         return hidden if head is None else head(hidden)
 
     return as_forward_of(causal, states)
+
+
+def vocabulary_head(model: nn.Module, batch: Batch) -> tuple[nn.Module, LogitMap]:
+    """The output embedding of a causal LM, and the map from its product to logits. batch: any tokens of the model."""
+    causal = causal_lm(model)
+    return _head(causal), _anatomy(causal, causal.forward, batch).logit_map
 
 
 def causal_lm(model: nn.Module, *, vocabulary: bool = True) -> PreTrainedModel:
@@ -323,6 +329,21 @@ def _slides(batch: Batch, window: int | None) -> str:
     return f"a sequence has {longest} tokens, more than its sliding window of {window}" if longest > window else ""
 
 
+def padding(model: nn.Module, batch: Batch, *, path: str = "auto") -> tuple[int, int]:
+    """(positions of padding, all positions) that the layers compute for a batch's log-probs on the path it takes."""
+    causal = causal_lm(model)
+    taken = _choose(causal, _anatomy(causal, causal.forward, batch), batch, path)
+    fed, (prompts, width), group = _fed(batch, True)[1], batch.prompt_mask.shape, batch.group_size
+    lengths = batch.prompt_mask.sum(1).repeat_interleave(group) + fed.sum(1)
+    once = int(batch.prompt_mask.sum() + fed.sum())
+    real, computed = {
+        "packed": (once, once),
+        "cache": (once, prompts * width + fed.numel()),
+        "dense": (int(lengths.sum()), len(lengths) * int(lengths.max())),
+    }[taken]
+    return computed - real, computed
+
+
 # ---------------------------------------------------------------------------------------- the three paths
 
 
@@ -350,15 +371,25 @@ def _fed(batch: Batch, before: bool) -> tuple[Tensor, Tensor]:
 
 def _dense(causal: PreTrainedModel, batch: Batch, before: bool, noise: EmbeddingNoise | None) -> Tensor:
     ids, mask = _fed(batch, before)
-    mask = torch.cat([batch.prompt_mask.repeat_interleave(batch.group_size, 0), mask], 1)
-    with noisy_embeddings(causal, noise and torch.cat([noise.prompt, noise.completion], 1)):
+    # Prompt and completion side by side have padding on both ends: real tokens move to the left, the rest is cut off.
+    grid = torch.cat([batch.prompt_mask.repeat_interleave(batch.group_size, 0), mask], 1)
+    ids = torch.cat([batch.prompt_ids.repeat_interleave(batch.group_size, 0), ids], 1)
+    lengths = grid.sum(1)
+    real = torch.arange(int(lengths.max()), device=grid.device) < lengths[:, None]
+    added = None
+    if noise is not None:
+        flat = torch.cat([noise.prompt, noise.completion], 1)[grid]
+        added = flat.new_zeros(*real.shape, flat.shape[-1]).masked_scatter(real[..., None], flat)
+    with noisy_embeddings(causal, added):
         hidden = causal.get_decoder()(
-            input_ids=torch.cat([batch.prompt_ids.repeat_interleave(batch.group_size, 0), ids], 1),
-            attention_mask=mask.long(),
-            position_ids=_positions(mask),
+            input_ids=torch.zeros_like(real, dtype=ids.dtype).masked_scatter(real, ids[grid]),
+            attention_mask=real.long(),
+            position_ids=_positions(real),
             use_cache=False,
         ).last_hidden_state
-    return hidden[:, batch.prompt_mask.shape[1] - before :][batch.completion_mask]
+    at = (grid.cumsum(1) - 1)[:, batch.prompt_mask.shape[1] - before :]
+    at = at + torch.arange(len(at), device=at.device)[:, None] * real.shape[1]
+    return hidden.flatten(0, 1).index_select(0, at[batch.completion_mask])
 
 
 def _cached(causal: PreTrainedModel, batch: Batch, before: bool, noise: EmbeddingNoise | None) -> Tensor:

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from alignment.batch import Batch, Example, collate
+from alignment.data.datamodule import StepStream
 from alignment.errors import UserError
 from alignment.model import logprobs as module
 from alignment.model import shared_attention
-from alignment.model.logprobs import completion_logprobs, completion_states
+from alignment.model.logprobs import completion_logprobs, completion_states, padding
 
 RTOL, ATOL = 1e-5, 1e-6  # log-probs are sums over some tens of float32 terms of size 4
 PATHS = ("dense", "packed", "cache")
@@ -364,6 +365,49 @@ def test_adapter_on_the_head(tiny_llama: LlamaForCausalLM, settings: dict[str, A
     want = naive(policy, rows)
     torch.testing.assert_close(got, want, rtol=RTOL, atol=ATOL)
     assert_same_gradients(gradients(policy, got), gradients(policy, want))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_documents_of_one_row_do_not_see_each_other(tiny_llama: LlamaForCausalLM, path: str) -> None:
+    """No leakage: other tokens in one document leave the others' log-probs and gradients bit for bit as they are."""
+    rows = examples([(3, [4]), (6, [5]), (2, [7])])
+    changed = [rows[0], Example([9] * 6, [[11, 12, 13, 14, 2]]), rows[2]]
+    scores = [completion_logprobs(tiny_llama, collate(r), path=path).logprobs for r in (rows, changed)]
+    assert torch.equal(scores[0][[0, 2]], scores[1][[0, 2]])
+    assert not torch.equal(scores[0][1], scores[1][1])
+    apart = [gradients(tiny_llama, values[[0, 2]]) for values in scores]
+    assert all(torch.equal(apart[0][name], apart[1][name]) for name in apart[0] if "embed_tokens" not in name)
+    touched = apart[1]["model.embed_tokens.weight"][[9, 11, 12, 13, 14]].any(1)
+    own = {token for row in (rows[0], rows[2]) for token in row.prompt_ids + row.completions[0]}
+    assert touched.tolist() == [token in own for token in (9, 11, 12, 13, 14)]
+
+
+def test_padding_is_counted_by_path(tiny_llama: LlamaForCausalLM) -> None:
+    """Fed: prompts 3, 1, 5; completions less their last token 3 + 1, 0 + 0, 5 + 5."""
+    batch = collate(examples(GROUPS[2]))
+    assert padding(tiny_llama, batch, path="packed") == (0, 23)
+    # 3 prompts of width 5, then 6 completions of width 5
+    assert padding(tiny_llama, batch, path="cache") == (45 - 23, 45)
+    # rows of 6, 4, 1, 1, 10, 10 tokens in 6 x 10
+    assert padding(tiny_llama, batch, path="dense") == (60 - 32, 60)
+
+
+def test_rows_grouped_by_length_leave_little_padding(tiny_llama: LlamaForCausalLM) -> None:
+    """Rows of 20 to 220 tokens in microbatches of 8, where nothing can be packed: under 5 % in windows of 16 steps."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.stack(
+        [torch.randint(10, 111, (1024,), generator=generator), torch.randint(10, 111, (1024,), generator=generator)], 1
+    )
+    rows = examples([(prompt, [completion]) for prompt, completion in shapes.tolist()])
+    sizes = {"batch_size": 16, "microbatch_size": 8, "total_steps": 64, "rank": 0, "world_size": 1, "seed": 0}
+
+    def share(window: int, path: str) -> float:
+        steps = StepStream(rows, **sizes, length_window=window)
+        padded, computed = zip(*(padding(tiny_llama, steps[i], path=path) for i in range(len(steps))), strict=True)
+        return sum(padded) / sum(computed)
+
+    assert share(16, "dense") < 0.05 < share(1, "dense")
+    assert share(1, "auto") == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
