@@ -68,13 +68,16 @@ def test_the_default_run_has_no_problem(composed: Composed) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_accepted_with_a_frozen_reference(composed: Composed, algorithm: str) -> None:
+    """But for a value that has no sensible default, such as a teacher."""
     plain, problems = composed(f"algorithm={algorithm}", "ref_strategy=frozen")
-    assert problems + validate(plain) == []
+    assert [message for message in problems if "is required and has no default" not in message] == []
+    assert validate(plain) == []
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_misspelt_key_is_refused_in_every_algorithm(composed: Composed, algorithm: str) -> None:
     _, problems = composed(f"algorithm={algorithm}", "ref_strategy=frozen", "algorithm.lrr=0.1")
+    problems = [message for message in problems if "is required and has no default" not in message]
     assert len(problems) == 1
     assert problems[0].startswith("algorithm.lrr: ")
     assert "algorithm.lr" in problems[0].split(": type ")[-1]
@@ -83,7 +86,7 @@ def test_a_misspelt_key_is_refused_in_every_algorithm(composed: Composed, algori
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_added_key_that_nothing_reads_is_refused_in_every_algorithm(composed: Composed, algorithm: str) -> None:
     plain, problems = composed(f"algorithm={algorithm}", "ref_strategy=frozen", "+algorithm.lrr=0.1")
-    assert problems == []
+    assert [message for message in problems if "is required and has no default" not in message] == []
     assert [message for message in validate(plain) if message.startswith("algorithm.lrr: ")]
 
 

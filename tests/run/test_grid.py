@@ -31,6 +31,15 @@ ONLINE = [
 ]
 OFFLINE = ["algorithm.max_steps=2", "algorithm.batch_size=4", "algorithm.microbatch_size=2", "rollout.max_new_tokens=4"]
 
+# What an option cannot run without: a teacher of the same tokens, with other weights than the student.
+REQUIRED = {
+    "gkd": [
+        "algorithm.teacher._target_=alignment.model.tiny.Tiny",
+        "algorithm.teacher.path=null",
+        "+algorithm.teacher.seed=1",
+    ],
+}
+
 
 def target(group: str, name: str) -> str:
     """The class of an option, through the options it extends."""
@@ -56,7 +65,7 @@ def possible(algorithm: str, strategy: str) -> bool:
 def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
     online = says("algorithm", algorithm, "online", False)
     where = [f"output_dir={folder}", f"algorithm={algorithm}", f"ref_strategy={strategy}"]
-    words = [*where, *SMALL, *(ONLINE if online else OFFLINE)]
+    words = [*where, *SMALL, *(ONLINE if online else OFFLINE), *REQUIRED.get(algorithm, [])]
     if says("algorithm", algorithm, "rows_per_prompt", "group_size") != "group_size":
         words = [
             word.replace("microbatch_size=8", "microbatch_size=2") for word in words
