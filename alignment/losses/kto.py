@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 
-def mismatched(num_rows: int) -> list[int]:
-    """Which completion each prompt is paired with to estimate the KL: the one before it, a rotation by one.
+def mismatched(num_rows: int, *, by: int = 1) -> list[int]:
+    """Which completion each prompt is paired with to estimate the KL: a rotation, by default the one before it.
 
-    Prompt i gets completion i - 1, within the batch. Raises ValueError for one row, whose only partner is itself.
+    Prompt i gets completion i - by. Where up to `by` neighbours have the same prompt, none gets one of its own. Raises
+    ValueError where they are more than half of the rows; one row's only partner is itself.
     """
-    if num_rows < 2:
+    if num_rows < 2 * by:
         raise ValueError(
-            "KTO's KL needs completions of other prompts: set algorithm.microbatch_size to at least 2, or use "
-            "apo_zero_unpaired, which has no KL"
+            f"KTO's KL needs completions of other prompts, but {by} of {num_rows} rows have the same prompt: give rows "
+            "with more prompts, or use apo_zero_unpaired, which has no KL"
         )
-    return [(row - 1) % num_rows for row in range(num_rows)]
+    return [(row - by) % num_rows for row in range(num_rows)]
 
 
 def kl_baseline(kl_logprobs: Tensor, kl_ref_logprobs: Tensor) -> Tensor:

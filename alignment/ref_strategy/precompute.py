@@ -66,7 +66,7 @@ class Precompute(Reference):
 
     def prepare(self, module: Any, data: Any) -> None:
         """Read what is stored, compute the rest; several jobs that start together wait for the first."""
-        examples = {example_key(e): e for rows in (data.train, data.heldout) for e in rows}
+        examples = {example_key(example): example for example in module.reference_examples(data)}
         if examples.keys() <= self._values.keys():
             return
         started, strategy = time.perf_counter(), module.trainer.strategy

@@ -69,8 +69,17 @@ def test_mismatch_is_a_rotation_that_no_row_escapes() -> None:
     partner = mismatched(3)
     assert [partner.index(completion) for completion in range(3)] == [1, 2, 0]
     assert all(row != other for n in (2, 3, 7) for row, other in enumerate(mismatched(n)))
-    with pytest.raises(ValueError, match="microbatch_size to at least 2"):
+    with pytest.raises(ValueError, match="completions of other prompts, but 1 of 1 rows"):
         mismatched(1)
+
+
+def test_the_mismatch_steps_over_rows_with_the_same_prompt() -> None:
+    """Prompts a a b b b c: by 3, the completions of rows 3, 4, 5, 0, 1, 2."""
+    prompts = "aabbbc"
+    assert mismatched(6, by=3) == [3, 4, 5, 0, 1, 2]
+    assert all(prompts[row] != prompts[other] for row, other in enumerate(mismatched(6, by=3)))
+    with pytest.raises(ValueError, match="3 of 5 rows have the same prompt"):
+        mismatched(5, by=3)
 
 
 def test_a_batch_of_one_class_has_no_nan_in_its_loss() -> None:
