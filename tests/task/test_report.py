@@ -51,7 +51,7 @@ def test_several_places_and_a_chosen_baseline(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runs: task=report compares runs .*type runs="):
+    with pytest.raises(ConfigError, match=r"runs: task=report reads runs .*type runs="):
         run.run(["task=report", f"output_dir={tmp_path / '1'}"])
     with pytest.raises(ConfigError, match=r"runs: .* is read by a report only: type task=report"):
         run.run([f"runs={tmp_path}", f"output_dir={tmp_path / '2'}"])
@@ -59,3 +59,13 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
         run.run(["task=report", f"runs={tmp_path}/nowhere", f"output_dir={tmp_path / '3'}"])
     with pytest.raises(UserError, match=r"task.level: 95 .*type task.level=0.95"):
         run.run(["task=report", f"runs={sweep(tmp_path / 's')}", f"output_dir={tmp_path / '4'}", "task.level=95"])
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = sweep(tmp_path / "sweep")
+    words = ["task=compare", f"output_dir={tmp_path / 'compare'}"]
+    assert run.run([*words, f"runs=[{place}/0,{place}/2]"])["differences"]["config"] == 1
+    assert "| algorithm.beta | 0.1 | 0.3 |" in capsys.readouterr().out
+    assert "algorithm.beta" in (tmp_path / "compare" / "compare.md").read_text()
+    with pytest.raises(UserError, match=r"runs: task=compare takes two runs, got 1: type runs="):
+        run.run(["task=compare", f"output_dir={tmp_path / 'one'}", f"runs={place}/0"])
