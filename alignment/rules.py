@@ -417,12 +417,15 @@ def smoothing_fits(cfg: Config) -> Iterator[str]:
         yield "algorithm.label_smoothing: only the nll loss has it: type algorithm.label_smoothing=0"
 
 
+READ_RUNS = {"alignment.task.report.run": "report", "alignment.task.compare.run": "compare"}
+
+
 def runs_read(cfg: Config) -> Iterator[str]:
-    """`runs` is what a report reads, and nothing else does."""
-    runs, reports = get(cfg, "runs"), get(cfg, "task._target_") == "alignment.task.report.run"
-    if reports and not runs:
-        yield "runs: task=report compares runs and none are named: type runs=<folder of a sweep>"
-    if runs and not reports:
+    """`runs` is what reports and comparisons read, and nothing else does."""
+    runs, task = get(cfg, "runs"), READ_RUNS.get(str(get(cfg, "task._target_")))
+    if task and not runs:
+        yield f"runs: task={task} reads runs and none are named: type runs=<folder of a run or of a sweep>"
+    if runs and not task:
         yield f"runs: {runs} is read by a report only: type task=report runs={runs}, or leave runs out"
 
 
