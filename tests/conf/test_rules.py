@@ -255,7 +255,7 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         ),
     ],
     "runs_read": [
-        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a sweep>"),
+        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a run or of a sweep>"),
         (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
     ],
     "trainer_owned": [
