@@ -1,6 +1,6 @@
 """ORPO: likelihood and odds ratio in one stage, without a reference."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from alignment.losses.orpo import orpo
 class ORPO(PairModule):
     """ORPO (2403.07691) eqs. 6, 7. The likelihood term is over the chosen completion's tokens, the prompt left out."""
 
-    rewards_per_token: ClassVar[bool] = True
+    rewards_per_token: bool = True
 
     def __init__(self, *passed: Any, beta: float, nll_weight: float, **common: Any) -> None:
         super().__init__(*passed, **common)

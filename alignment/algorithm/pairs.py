@@ -1,4 +1,4 @@
-"""What algorithms that learn from pairs share."""
+"""What algorithms that learn from preferences share, and those from pairs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from alignment.model.logprobs import TokenScores
 log = logging.getLogger("alignment")
 
 
-class PairModule(OfflineModule):
-    """Rows alternate chosen, rejected. Reference-free algorithms see a reference whose log-probs are 0."""
+class PreferenceModule(OfflineModule):
+    """Answers of one prompt, some better than others: metrics, and the watch for likelihood displacement."""
 
-    data_form: ClassVar[str] = "pairs"
     # Implicit rewards in the logs are of averages per token, as in losses of averages.
-    rewards_per_token: ClassVar[bool] = False
+    rewards_per_token: bool = False
 
     def __init__(self, *passed: Any, **common: Any) -> None:
         super().__init__(*passed, **common)
@@ -38,27 +37,9 @@ class PairModule(OfflineModule):
             self.log_stats({"entropy": scores.entropy}, batch.loss_mask)
         return scores
 
-    def pairs(self, logprobs: Tensor, batch: Batch, *, ld_alpha: float = 1.0) -> Pairs:
-        """Sums and lengths of each side; logs the implicit rewards and the levels of both sides."""
-        reference = batch.ref_logprobs if self.needs_reference else None
-        reference = torch.zeros_like(logprobs) if reference is None else reference
-        pairs = pairs_from_tokens(logprobs, reference, batch.loss_mask, ld_alpha=ld_alpha)
+    def log_pairs(self, pairs: Pairs) -> None:
+        """The implicit rewards and the levels of both sides."""
         self.log_stats(pair_stats(pairs, beta=self.beta, per_token=self.rewards_per_token))
-        return pairs
-
-    def pair_mean(self, values: Tensor, logprobs: Tensor, batch: Batch, *, nll_weight: float) -> Tensor:
-        """The step's mean over pairs, plus `nll_weight` times the chosen answers' mean NLL over the step's tokens."""
-        loss = self.example_mean(values, batch)
-        if nll_weight:
-            loss = loss + nll_weight * self._chosen_nll(logprobs, batch)
-        self.log_loss(loss, batch, batch.step_examples)
-        return loss
-
-    def _chosen_nll(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        chosen = torch.arange(len(logprobs), device=logprobs.device) % 2 == 0
-        mask = batch.loss_mask & chosen[:, None]
-        self.log_stats({"nll_chosen": masked_mean(-logprobs, mask, -1)[chosen]})
-        return self.step_mean(torch.where(mask, -logprobs, 0.0).sum(), batch.step_chosen_tokens)
 
     # ---- likelihood displacement ----------------------------------------------------------------------------------
     def _log(self, metrics: dict[str, float]) -> None:
@@ -96,3 +77,34 @@ class PairModule(OfflineModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.displacement.load_state_dict(checkpoint["displacement"])
+
+
+class PairModule(PreferenceModule):
+    """Rows alternate chosen, rejected. Reference-free algorithms see a reference whose log-probs are 0."""
+
+    data_form: ClassVar[str] = "pairs"
+    # What the likelihood term is called in the logs.
+    nll_name: ClassVar[str] = "nll_chosen"
+
+    def pairs(self, logprobs: Tensor, batch: Batch, *, ld_alpha: float = 1.0) -> Pairs:
+        """Sums and lengths of each side, logged."""
+        reference = batch.ref_logprobs if self.needs_reference else None
+        reference = torch.zeros_like(logprobs) if reference is None else reference
+        pairs = pairs_from_tokens(logprobs, reference, batch.loss_mask, ld_alpha=ld_alpha)
+        self.log_pairs(pairs)
+        return pairs
+
+    def pair_mean(self, values: Tensor, logprobs: Tensor, batch: Batch, *, nll_weight: float) -> Tensor:
+        """The step's mean over pairs, plus `nll_weight` times the mean NLL, over the step's tokens, of each prompt's
+        first answer: the chosen one of a pair."""
+        loss = self.example_mean(values, batch)
+        if nll_weight:
+            loss = loss + nll_weight * self._first_nll(logprobs, batch)
+        self.log_loss(loss, batch, batch.step_examples)
+        return loss
+
+    def _first_nll(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        first = torch.arange(len(logprobs), device=logprobs.device) % batch.group_size == 0
+        mask = batch.loss_mask & first[:, None]
+        self.log_stats({self.nll_name: masked_mean(-logprobs, mask, -1)[first]})
+        return self.step_mean(torch.where(mask, -logprobs, 0.0).sum(), batch.step_chosen_tokens)

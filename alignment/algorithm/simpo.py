@@ -1,6 +1,6 @@
 """SimPO and AlphaPO: average log-probs as rewards, no reference."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from alignment.losses.simpo import simpo
 class SimPO(PairModule):
     """SimPO (2405.14734) eq. 6; with alpha > 0 AlphaPO (2501.03884). `nll_weight` > 0 makes it CPO-SimPO."""
 
-    rewards_per_token: ClassVar[bool] = True
+    rewards_per_token: bool = True
 
     def __init__(
         self,

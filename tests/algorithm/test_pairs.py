@@ -79,6 +79,7 @@ def test_rewards_of_losses_of_averages_are_averages(offline: Callable, batch_of:
         assert metrics["train/rewards/rejected"] == pytest.approx(float(rewards[1]), rel=RTOL)
 
 
+@torch.no_grad()
 def test_the_entropy_is_of_the_held_out_completions(offline: Callable, batch_of: Callable) -> None:
     module, batch = offline(DPO, **DPO_OPTIONS), batch_of(LENGTHS)
     assert "train/entropy" not in step(module, batch)
