@@ -29,6 +29,14 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "sampler_ratio_max": ("more than 0", lambda x: 0 < x < math.inf),
     "sampler_ratio_min": ("at least 0", lambda x: 0 <= x < math.inf),
     "gamma": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "gae_lambda": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+    "dual_clip": ("more than 1", lambda x: 1 < x < math.inf),
+    "value_clip_eps": ("more than 0, or null for no clipping", lambda x: 0 < x < math.inf),
+    "reward_clip": ("more than 0, or null for no clipping", lambda x: 0 < x < math.inf),
+    "vf_coef": ("at least 0", lambda x: 0 <= x < math.inf),
+    "entropy_coef": ("at least 0", lambda x: 0 <= x < math.inf),
+    "target_kl_per_sequence": ("more than 0", lambda x: 0 < x < math.inf),
+    "critic_lr": ("more than 0", lambda x: 0 < x < math.inf),
     "label_smoothing": ("at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5),
     "desirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
     "undesirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
@@ -60,6 +68,7 @@ COUNTS = {
     "num_nodes",
     "devices",
     "max_new_tokens",
+    "kl_horizon",
     "max_batch",
     "head_chunk_tokens",
     "max_prompt_tokens",
@@ -226,6 +235,14 @@ def adapter_for_reference(cfg: Config) -> Iterator[str]:
         yield (
             "ref_strategy: the reference is the policy with its adapter switched off, but model.adapter=none trains all"
             f" weights: type model.adapter=lora or {without}"
+        )
+
+
+def adapter_for_critic(cfg: Config) -> Iterator[str]:
+    if get(cfg, "algorithm.critic") == "adapter" and get(cfg, "model.adapter", "none") in (None, "none"):
+        yield (
+            "algorithm.critic: its adapter would share a base that model.adapter=none trains: type"
+            " algorithm.critic=model, or model.adapter=lora"
         )
 
 
@@ -448,6 +465,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     reference_known_in_advance,
     moving_reference_used,
     adapter_for_reference,
+    adapter_for_critic,
     adapter_leaves_base_alone,
     group_large_enough,
     rollout_divides,

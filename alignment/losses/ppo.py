@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alignment.losses.grpo import clip_range, per_token, policy_log_ratio, surrogate
-from alignment.losses.reduce import moments
+from alignment.losses.reduce import Moments, moments
 
 
 def gae(
@@ -96,9 +96,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     Of float rounding too: a variance of 1e-12 times the square of the returns is none.
     """
-    over = moments(returns, mask)
-    varies = over.var > 1e-12 * over.mean**2
-    return torch.where(varies & (over.var > 0), 1 - moments(returns - values, mask).var / over.var, torch.nan)
+    return explained_share(moments(returns - values, mask), moments(returns, mask))
+
+
+def explained_share(residuals: Moments, returns: Moments) -> Tensor:
+    """The same from the moments of R - V and of R, which those of several ranks merge to."""
+    varies = returns.var > 1e-12 * returns.mean**2
+    return torch.where(varies & (returns.var > 0), 1 - residuals.var / returns.var, torch.nan)
 
 
 def next_kl_coefficient(

@@ -57,9 +57,10 @@ class Critic(nn.Module):
         Raises UserError where the base that an adapter would share is itself trained.
         """
         config: Any = causal_lm(policy).config.get_text_config()
-        self.head = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)  # draws nothing
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        head: Any = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)  # draws nothing
+        self.head = head
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
         if self.kind == "adapter":
             _add_adapter(policy)
         elif self.kind == "model":

@@ -132,6 +132,22 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
             "algorithm.undesirable_weight=",
         ),
         (lambda: config(algorithm__clip_eps=1.0), "algorithm.clip_eps", "algorithm.clip_eps="),
+        (lambda: config(algorithm__gae_lambda=1.1), "algorithm.gae_lambda", "algorithm.gae_lambda="),
+        (
+            lambda: config(algorithm__dual_clip=1.0),
+            "algorithm.dual_clip",
+            "algorithm.dual_clip=<a number, more than 1>",
+        ),
+        (lambda: config(algorithm__value_clip_eps=0), "algorithm.value_clip_eps", "algorithm.value_clip_eps="),
+        (lambda: config(algorithm__reward_clip=0.0), "algorithm.reward_clip", "algorithm.reward_clip="),
+        (lambda: config(algorithm__vf_coef=-1), "algorithm.vf_coef", "algorithm.vf_coef="),
+        (lambda: config(algorithm__entropy_coef=-0.1), "algorithm.entropy_coef", "algorithm.entropy_coef="),
+        (
+            lambda: config(algorithm__target_kl_per_sequence=0),
+            "algorithm.target_kl_per_sequence",
+            "algorithm.target_kl_per_sequence=",
+        ),
+        (lambda: config(algorithm__critic_lr=0), "algorithm.critic_lr", "algorithm.critic_lr="),
         (lambda: config(rollout__temperature=0), "rollout.temperature", "rollout.temperature="),
         (lambda: config(rollout__top_p=0.0), "rollout.top_p", "rollout.top_p="),
         (lambda: config(rollout__top_p=1.1), "rollout.top_p", "rollout.top_p="),
@@ -171,6 +187,13 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
             lambda: reference("Adapter", model__adapter="none", algorithm={"_target_": "toyrules.Free"}),
             "ref_strategy",
             "model.adapter=lora or ref_strategy=none",
+        ),
+    ],
+    "adapter_for_critic": [
+        (
+            lambda: config(algorithm__critic="adapter", model__adapter="none"),
+            "algorithm.critic",
+            "algorithm.critic=model",
         ),
     ],
     "adapter_leaves_base_alone": [
@@ -255,7 +278,11 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         ),
     ],
     "runs_read": [
-        (lambda: config(task={"_target_": "alignment.task.report.run"}), "runs", "runs=<folder of a run or of a sweep>"),
+        (
+            lambda: config(task={"_target_": "alignment.task.report.run"}),
+            "runs",
+            "runs=<folder of a run or of a sweep>",
+        ),
         (lambda: config(runs="multirun/x"), "runs", "task=report runs=multirun/x"),
     ],
     "trainer_owned": [
