@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from alignment.batch import Batch, Example, collate
@@ -21,18 +22,18 @@ class Stream:
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self.num_rows, self.seed = num_rows, seed
-        self._passes: dict[int, list[int]] = {}
+        self._passes: dict[int, Tensor] = {}  # as tensors: a list of millions of numbers is large
 
     def take(self, start: int, count: int) -> list[int]:
         """Indices start .. start + count - 1 of the stream."""
-        return [self._permutation(k // self.num_rows)[k % self.num_rows] for k in range(start, start + count)]
+        return [int(self._permutation(k // self.num_rows)[k % self.num_rows]) for k in range(start, start + count)]
 
-    def _permutation(self, number: int) -> list[int]:
+    def _permutation(self, number: int) -> Tensor:
         if number not in self._passes:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             if len(self._passes) > 2:  # a step reaches into two passes at most, unless the data are tiny
                 self._passes.clear()
-            self._passes[number] = torch.randperm(self.num_rows, generator=generator).tolist()
+            self._passes[number] = torch.randperm(self.num_rows, generator=generator)
         return self._passes[number]
 
 
@@ -141,14 +142,14 @@ class _Collated(Dataset):
     """Held-out examples in fixed batches; every rank has equally many, the last ones possibly smaller."""
 
     def __init__(self, rows: Sequence[Example], size: int, rank: int, world_size: int) -> None:
-        mine = list(rows[rank::world_size])[: len(rows) // world_size or 1]
-        self.batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+        mine = range(rank, len(rows), world_size)[: len(rows) // world_size or 1]
+        self.rows, self.batches = rows, [mine[i : i + size] for i in range(0, len(mine), size)]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
-        return collate(self.batches[index])
+        return collate([self.rows[i] for i in self.batches[index]])
 
 
 class OfflineData(AlignmentData):

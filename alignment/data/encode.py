@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
+from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,8 +28,18 @@ COMPLETIONS: dict[str, tuple[str, ...]] = {
     "demonstrations": ("completion",),
     "pairs": ("chosen", "rejected"),
     "unpaired": ("completion",),
+    "scored": ("completion",),
 }
+# Rows that are tokenised in one call.
+CHUNK = 4096
 QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+
+
+class Sink(Protocol):
+    """Where examples go: a list, or a file."""
+
+    def append(self, example: Example, /) -> None: ...
+    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -45,8 +58,8 @@ class Report:
     # Questions that training rows answer in ways that exclude each other, and where the first of them is.
     num_conflicts: int = 0
     conflict: str = ""
-    prompt_lengths: list[int] = field(default_factory=list)
-    completion_lengths: list[int] = field(default_factory=list)
+    prompt_lengths: array[int] = field(default_factory=lambda: array("i"))
+    completion_lengths: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def cut_share(self) -> float:
@@ -98,8 +111,10 @@ class Report:
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     """min, median, p95 and max; the lower of two neighbours, so that each is a length that occurs."""
-    ordered = sorted(lengths)
-    return {name: ordered[int(q * (len(ordered) - 1))] for name, q in QUANTILES.items()} if ordered else {}
+    counts, total = sorted(Counter(lengths).items()), len(lengths)  # few lengths differ: nothing long is sorted
+    ends = list(itertools.accumulate(count for _, count in counts))
+    places = {name: int(q * (total - 1)) for name, q in QUANTILES.items()}
+    return {name: counts[bisect.bisect_right(ends, place)][0] for name, place in places.items()} if total else {}
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,8 @@ def encode(
     step_separator: str = "\n",
     bad_rows: Literal["raise", "drop"] = "raise",
     stop_ids: Collection[int] = (),
-) -> tuple[list[Example], Report]:
+    into: Sink | None = None,
+) -> tuple[Any, Report]:
     """Tokenise rows that are in `form` (see `schema`). Order is kept; ids are hashes of content, never of position.
 
     First a prompt is cut to max_prompt_tokens on the side that `truncation` says (keep_end drops its beginning, though
@@ -149,6 +165,7 @@ def encode(
         are the labels of the steps that are left.
     stop_ids: the model's full stop set, where it has more ends than the tokenizer's EOS.
 
+    into: what examples are appended to and returned as, instead of a new list; rows are taken CHUNK at a time.
     bad_rows: "drop" goes on without rows that cannot be rendered or have nothing to learn, and logs them.
 
     UserError with all such rows unless they are to be dropped, and where no example is left.
@@ -159,18 +176,39 @@ def encode(
     limits = Limits(max_prompt_tokens, max_completion_tokens, max_length, truncation)
     _check(limits)
     counts = Report(form, num_rows=len(rows))
-    pieces, problems = _render(rows, form, template, step_separator, counts)
-    examples: list[Example] = []
+    examples: Any = [] if into is None else into
+    problems: list[str] = []
+    sizes: Counter[int] = Counter()
+    for start in range(0, len(rows), CHUNK):
+        for example in _encoded(rows[start : start + CHUNK], start, template, limits, step_separator, counts, problems):
+            examples.append(example)
+            sizes[len(example.completions)] += 1
+    _settle(problems, rows, form, bad_rows, counts)
+    counts.num_examples = len(examples)
+    _check_left(sizes, rows, form, counts)
+    return examples, counts
+
+
+def _encoded(
+    rows: Sequence[dict[str, Any]],
+    start: int,
+    template: Template,
+    limits: Limits,
+    separator: str,
+    counts: Report,
+    problems: list[str],
+) -> Iterator[Example]:
+    """The examples of some rows, of which the first has the number `start`."""
+    pieces = _render(rows, start, counts.form, template, separator, counts, problems)
     for piece, tokens in zip(pieces, template.tokenize([piece.rendered for piece in pieces]), strict=True):
         try:
-            example = _example(piece, _closed(tokens, form, template), form, limits, template.bos, counts)
-            examples += [example] if example else []
+            closed = _closed(tokens, counts.form, template)
+            example = _example(piece, closed, counts.form, limits, template.bos, counts)
         except RowProblem as problem:
             problems.append(f"{piece.where}: {problem}")
-    _settle(problems, rows, form, bad_rows, counts)
-    _check_left(examples, rows, form, counts)
-    counts.num_examples = len(examples)
-    return examples, counts
+            continue
+        if example is not None:
+            yield example
 
 
 def _settle(problems: list[str], rows: Sequence[dict[str, Any]], form: Form, bad_rows: str, counts: Report) -> None:
@@ -188,11 +226,10 @@ def _check(limits: Limits) -> None:
             raise UserError(f"encoding.{name}: {value} leaves no room: type encoding.{name}=512")
 
 
-def _check_left(examples: list[Example], rows: Sequence[dict[str, Any]], form: str, counts: Report) -> None:
-    if not examples:
+def _check_left(sizes: Counter[int], rows: Sequence[dict[str, Any]], form: str, counts: Report) -> None:
+    if not sizes:
         why = "; ".join(f"{count} dropped: {reason}" for reason, count in counts.dropped.items()) or "there were none"
         raise UserError(f"of {len(rows)} rows as {form} no example is left ({why}): raise the limits in encoding.*")
-    sizes = Counter(len(example.completions) for example in examples)
     if len(sizes) > 1:
         usual = sizes.most_common(1)[0][0]
         odd = next(row for row in rows if len(row["completions"]) != usual)
@@ -204,22 +241,27 @@ def _check_left(examples: list[Example], rows: Sequence[dict[str, Any]], form: s
 
 # ---- rows to text --------------------------------------------------------------------------------------------------
 def _render(
-    rows: Sequence[dict[str, Any]], form: Form, template: Template, separator: str, counts: Report
-) -> tuple[list[_Piece], list[str]]:
-    """Every row as text, and what is wrong with those that cannot be shown."""
+    rows: Sequence[dict[str, Any]],
+    start: int,
+    form: str,
+    template: Template,
+    separator: str,
+    counts: Report,
+    problems: list[str],
+) -> list[_Piece]:
+    """Every row as text; what is wrong with those that cannot be shown goes to `problems`."""
     pieces: list[_Piece] = []
-    problems: list[str] = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start):
         where = getattr(row, "where", "") or f"row {number}"
         try:
             pieces += _pieces(row, where, form, template, separator, counts)
         except RowProblem as problem:
             problems.append(f"{where}: {problem}")
-    return pieces, problems
+    return pieces
 
 
 def _pieces(
-    row: dict[str, Any], where: str, form: Form, template: Template, separator: str, counts: Report
+    row: dict[str, Any], where: str, form: str, template: Template, separator: str, counts: Report
 ) -> list[_Piece]:
     if form == "stepwise":
         return [_Piece(row, where, template.render_steps(row, row["completions"], separator))]
@@ -235,7 +277,7 @@ def _pieces(
 
 
 # ---- ids -----------------------------------------------------------------------------------------------------------
-def _closed(tokens: Tokens, form: Form, template: Template) -> Tokens:
+def _closed(tokens: Tokens, form: str, template: Template) -> Tokens:
     """Completions with their EOS, a prompt with all before the first learned token. RowProblem where there is none."""
     prompt = tokens.prompt
     if form == "stepwise":
@@ -259,11 +301,11 @@ def _closed(tokens: Tokens, form: Form, template: Template) -> Tokens:
 
 
 def _example(
-    piece: _Piece, tokens: Tokens, form: Form, limits: Limits, bos: int | None, counts: Report
+    piece: _Piece, tokens: Tokens, form: str, limits: Limits, bos: int | None, counts: Report
 ) -> Example | None:
     """The example within the limits, None if it is dropped; `counts` is told either way."""
     counts.prompt_lengths.append(len(tokens.prompt))
-    counts.completion_lengths += map(len, tokens.completions)
+    counts.completion_lengths.extend(map(len, tokens.completions))
     fitted = fit(tokens.prompt, tokens.completions, limits, bos)
     if isinstance(fitted, str):
         counts.dropped[fitted] += 1

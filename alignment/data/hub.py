@@ -39,6 +39,13 @@ class Hub(RowSource):
         for number, row in enumerate(self._dataset(split, "data.split" if where is None else "data.heldout"), 1):
             yield f"{self}[{split}], row {number}", dict(row)
 
+    def content(self) -> str:
+        """The fingerprints that the datasets library keeps of what is read and of all that was done to it."""
+        parts = [self._dataset(self.split, "data.split")]
+        if isinstance(self.heldout, str):
+            parts.append(self._dataset(self.heldout, "data.heldout"))
+        return " ".join([str(self), self.split, *(str(part._fingerprint) for part in parts)])
+
     def _dataset(self, split: str, key: str) -> Any:
         folder = Path(self.name).expanduser()
         if any((folder / name).is_file() for name in SAVED_BY_DATASETS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, ClassVar
@@ -35,6 +36,17 @@ class Jsonl(RowSource):
         key, path = ("data.path", self.path) if where is None else ("data.heldout", where)
         for file in files.find(path, key):
             yield from files.read(file)
+
+    def content(self) -> str:
+        """Of every file, its name and its bytes."""
+        paths = [("data.path", self.path)] + ([("data.heldout", self.heldout)] if isinstance(self.heldout, str) else [])
+        digest = hashlib.blake2b(digest_size=16)
+        for key, path in paths:
+            for file in files.find(path, key):
+                digest.update(f"{key} {file}\0".encode("utf-8", "surrogatepass"))
+                with file.open("rb") as handle:
+                    digest.update(hashlib.file_digest(handle, hashlib.blake2b).digest())
+        return digest.hexdigest()
 
     @classmethod
     def problems(cls, form: Form, **keys: Any) -> list[str]:

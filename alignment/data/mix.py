@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from alignment.data.schema import Form, Row
+from alignment.data.source import fingerprint
+from alignment.data.split import content_hash
 from alignment.data.views import View
 from alignment.errors import UserError
 
@@ -65,6 +67,11 @@ class Mix:
         log.info("mixed: %s", ", ".join(f"{size} of {name} ({size / total:.1%})" for name, size in sizes.items()))
         shares = [size / total for size in sizes.values()]
         return Joined(train, shares), Joined([rows for _, rows in parts.values()], shares)
+
+    def fingerprint(self, form: Form) -> str:
+        """Hash of the sources and of how they are mixed."""
+        parts = [[name, self._of(name, lambda source: fingerprint(source, form))] for name in self.sources]
+        return content_hash([parts, self.weights, self.counts, self.num_rows, self.repeat, self.seed])
 
     def sizes(self, available: Mapping[str, int]) -> dict[str, int]:
         """Training rows of each source that has so many. UserError where one has too few and none may come twice."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 from alignment.data.messages import RowProblem
-from alignment.data.schema import Form, Found, Reading, Row, check_rows, formats, normalise, report, shortened
-from alignment.data.split import content_hash, hold_out
+from alignment.data.schema import Form, Found, Reading, Row, formats, normalise, report, shortened
+from alignment.data.split import content_hash, held_out, order_of
+from alignment.data.spool import Spool
+from alignment.data.views import Some
 from alignment.errors import UserError
 
 log = logging.getLogger("alignment")
+
+
+def fingerprint(source: object, form: Form) -> str:
+    """Hash of the rows that a source gives. One that makes its rows is asked for them; files are hashed as they are."""
+    own = getattr(source, "fingerprint", None)
+    return own(form) if own else content_hash([type(source).__qualname__, *map(list, source.load(form))])  # pyright: ignore
 
 
 class RowSource(ABC):
@@ -45,30 +54,57 @@ class RowSource(ABC):
     def found(self, where: str | None) -> Iterator[Found]:
         """Every row and where it is: those to train on for None, those of another file or split for its name."""
 
-    def load(self, form: Form) -> tuple[list[Row], list[Row]]:
+    @abstractmethod
+    def content(self) -> str:
+        """Hash of what the rows are read from."""
+
+    def fingerprint(self, form: Form) -> str:
+        """Hash of what the rows are read from, and of how they are read."""
+        return content_hash(
+            [type(self).__qualname__, self.content(), self.heldout, self.seed, vars(self.reading), self.bad_rows]
+        )
+
+    def load(self, form: Form) -> tuple[Sequence[Row], Sequence[Row]]:
         """(train rows, held-out rows) in the form. Which rows are held out depends on their prompts, never on the form.
 
+        Rows are read one by one and set down in a file: what stays in memory is a few bytes for each.
         UserError with every row that cannot be used, or where there is none to train on.
         """
-        parts = self._split()
-        checked = [check_rows(found, form, self.reading, bad_rows="drop") for found in parts]
-        problems = [problem for _, dropped in checked for problem in dropped]
+        train = self._read(form, None)
+        parts = [train] + ([self._read(form, self.heldout)] if isinstance(self.heldout, str) else [])
+        problems = [problem for part in parts for problem in part.problems]
         if problems and self.bad_rows == "raise":
             raise UserError(report(problems, form))
-        self._log(problems, [*parts[0], *parts[1]])
-        if not checked[0][0]:
+        self._log(problems, parts)
+        if len(parts) == 2:
+            self._warn_of_overlap(train, parts[1])
+            rows, heldout = train.rows, parts[1].rows
+        else:
+            held = held_out(train.order, self.heldout, name="data.heldout")  # pyright: ignore[reportArgumentType]
+            places = [array("q", (i for i, n in enumerate(train.owner) if held[n] == side)) for side in (False, True)]
+            rows, heldout = (Some(train.rows, place) for place in places)
+        if not len(rows):
             raise UserError(
-                f"{self}: no row to train on is left of {len(parts[0])}: choose other data, or mend its rows"
+                f"{self}: no row to train on is left of {len(train.order)}: choose other data, or mend its rows"
             )
-        return checked[0][0], checked[1][0]
+        return rows, heldout
 
-    def _split(self) -> tuple[list[Found], list[Found]]:
-        train = list(self.found(None))
-        if isinstance(self.heldout, str):
-            heldout = list(self.found(self.heldout))
-            self._warn_of_overlap(train, heldout)
-            return train, heldout
-        return hold_out(train, self.heldout, seed=self.seed, key=self._key, name="data.heldout")
+    def _read(self, form: Form, where: str | None) -> _Part:
+        part = _Part()
+        for place, raw in self.found(where):
+            try:
+                if isinstance(raw, RowProblem):
+                    raise raw
+                for fields in normalise(raw, form, self.reading):
+                    row = Row(fields)
+                    row.where = place
+                    part.rows.append(row)
+                    part.owner.append(len(part.order))
+            except RowProblem as problem:
+                part.problems.append(f"{place}: {problem}")
+            part.formats.update(formats([(place, raw)], self.reading))
+            part.order.append(order_of(self._key((place, raw)), self.seed))
+        return part
 
     def _key(self, found: Found) -> str:
         """Rows with the same prompt have the same key; rows without one are told apart by all they hold."""
@@ -80,21 +116,36 @@ class RowSource(ABC):
         except RowProblem:
             return content_hash(row)
 
-    def _warn_of_overlap(self, train: Sequence[Found], heldout: Sequence[Found]) -> None:
-        known = set(map(self._key, train))
-        shared = [where for where, row in heldout if self._key((where, row)) in known]
-        if shared:
+    def _warn_of_overlap(self, train: _Part, heldout: _Part) -> None:
+        shared = set(heldout.order).intersection(train.order)
+        both = {n for n, value in enumerate(heldout.order) if value in shared}
+        if both:
+            first = next((row.where for row, n in zip(heldout.rows, heldout.owner, strict=True) if n in both), "")
             log.warning(
-                "%s: %d of %d held-out prompts are trained on too (the first: %s); what is measured on them is memory",
+                "%s: %d of %d held-out prompts are among the training rows (first: %s); see cleaning.decontaminate",
                 self,
-                len(shared),
-                len(heldout),
-                shared[0],
+                len(both),
+                len(heldout.order),
+                first,
             )
 
-    def _log(self, problems: Sequence[str], found: Sequence[Found]) -> None:
-        counts: Counter[str] = formats(found, self.reading)
+    def _log(self, problems: Sequence[str], parts: Sequence[_Part]) -> None:
+        counts = sum((part.formats for part in parts), Counter())
         log.info("%s: %s", self, ", ".join(f"{count} rows of format {name}" for name, count in counts.items()))
         if problems:
             text = "\n".join(f"  - {problem}" for problem in shortened(problems))
-            log.warning("%s: %d of %d rows dropped:\n%s", self, len(problems), len(found), text)
+            total = sum(len(part.order) for part in parts)
+            log.warning("%s: %d of %d rows dropped:\n%s", self, len(problems), total, text)
+
+
+class _Part:
+    """What was found in a file or a split.
+
+    rows: those that can be used, in the form. owner: of each, the number of the found row that it is from.
+    order: of each found row, where its prompt comes when rows are held out.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.owner, self.order = Spool(), array("q"), array("q")
+        self.problems: list[str] = []
+        self.formats: Counter[str] = Counter()

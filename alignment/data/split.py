@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 from alignment.errors import UserError
@@ -46,20 +48,31 @@ def hold_out(
         Whole groups of equal prompts are taken, in the order of a hash, while they fit.
     name: the config key, for the message. UserError where nothing would be left to train on.
     """
-    wanted = _count(share, len(rows), name)
-    groups: dict[str, int] = {}
-    keys = [key(row) for row in rows]
-    for value in keys:
-        groups[value] = groups.get(value, 0) + 1
-    chosen: set[str] = set()
-    for value in sorted(groups, key=lambda value: content_hash(value, seed)):
-        if groups[value] <= wanted:
+    held = held_out(array("q", (order_of(key(row), seed) for row in rows)), share, name=name)
+    train = [row for row, is_held in zip(rows, held, strict=True) if not is_held]
+    return train, [row for row, is_held in zip(rows, held, strict=True) if is_held]
+
+
+def order_of(key: str, seed: int) -> int:
+    """Where a group of rows with this key comes when rows are held out: 63 bits of a hash."""
+    return int(content_hash(key, seed)[:16], 16) >> 1
+
+
+def held_out(order: array[int], share: float | int | None, *, name: str) -> bytearray:
+    """Of every row, whether it is held out, from the order of its group; otherwise as `hold_out`."""
+    wanted = _count(share, len(order), name)
+    chosen: set[int] = set()
+    for value, group in groupby(sorted(order) if wanted else ()):
+        size = sum(1 for _ in group)
+        if size <= wanted:
             chosen.add(value)
-            wanted -= groups[value]
-    train = [row for row, value in zip(rows, keys, strict=True) if value not in chosen]
-    if rows and not train:
-        raise UserError(f"{name}: {share} of {len(rows)} rows leaves none to train on: type {name}=0.1, or more rows")
-    return train, [row for row, value in zip(rows, keys, strict=True) if value in chosen]
+            wanted -= size
+        if not wanted:
+            break
+    held = bytearray(value in chosen for value in order)
+    if order and all(held):
+        raise UserError(f"{name}: {share} of {len(order)} rows leaves none to train on: type {name}=0.1, or more rows")
+    return held
 
 
 def _count(share: float | int | None, total: int, name: str) -> int:

@@ -324,7 +324,7 @@ def test_held_out_rows_of_their_own_file_and_a_word_about_those_trained_on(
     (folder / "b.jsonl").write_text(lines(PROMPTS[8:]))
     train, held = load(folder / "a.jsonl", heldout=str(folder / "b.jsonl"))
     assert (train, held) == (PROMPTS[:10], PROMPTS[8:])
-    assert "2 of 12 held-out prompts are trained on too" in caplog.text
+    assert "2 of 12 held-out prompts are among the training rows" in caplog.text
     assert "b.jsonl:1)" in caplog.text
 
 
