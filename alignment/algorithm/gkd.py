@@ -45,7 +45,7 @@ class GKD(OfflineModule):
         values, stats = self._compare(batch)
         loss = self.token_mean(values, batch)
         self.log_loss(loss, batch, batch.step_tokens)
-        self.log_stats(stats, batch.loss_mask)
+        self.log_stats(stats | {"divergence": values}, batch.loss_mask)
         if self.trainer.training:
             self.meter.add("train/on_policy", float(batch.sampler_logprobs is not None), 1.0)
         return loss

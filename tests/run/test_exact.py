@@ -21,9 +21,16 @@ import run
 ROOT = Path(run.__file__).parent
 BASE = ["model=tiny", "trainer.precision=32-true", "trainer.enable_progress_bar=false", "rollout.max_new_tokens=6"]
 GRPO = ["algorithm=grpo", "algorithm.num_rollouts=4", "algorithm.num_prompts=2", "algorithm.microbatch_size=16"]
+# Pairs of samples are often equal in reward, so that further prompts have to be drawn.
+DAPO = ["algorithm=dapo", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.group_size=2"]
+DAPO += ["algorithm.microbatch_size=16", "algorithm.max_draws=3"]
 DPO = ["algorithm=dpo", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 SFT = ["algorithm=sft", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 NOISY = [*SFT, "algorithm.neftune_alpha=5", "algorithm.label_smoothing=0.1"]
+# A teacher with other weights than the student; with seed 0 the steps 1 and 3 are on-policy, 0 and 2 are not.
+GKD = ["algorithm=gkd", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
+GKD += ["algorithm.teacher._target_=alignment.model.tiny.Tiny", "algorithm.teacher.path=null"]
+GKD += ["+algorithm.teacher.seed=1"]
 DROPOUT = ["model.lora.lora_dropout=0.1", "algorithm.microbatch_size=4"]
 # An untrained model answers nothing right, so every advantage would be 0: pay for short answers instead.
 PAID = ["reward=function", f"reward.function.path={ROOT}/tests/run/rewards.py:digits"]
@@ -72,7 +79,14 @@ def test_the_first_grpo_ratio_is_exactly_one(tmp_path: Path, iterations: int) ->
 
 @pytest.mark.parametrize(
     ("algorithm", "sizes"),
-    [(GRPO, (16, 8, 4)), ([*GRPO, "algorithm.num_iterations=2"], (16, 8)), (DPO, (8, 4, 1)), (SFT, (8, 2, 1))],
+    [
+        (GRPO, (16, 8, 4)),
+        ([*GRPO, "algorithm.num_iterations=2"], (16, 8)),
+        (DPO, (8, 4, 1)),
+        (SFT, (8, 2, 1)),
+        (GKD, (8, 2)),
+        ([*SFT, "algorithm.length_window=2"], (8, 4)),
+    ],
 )
 def test_the_microbatch_changes_neither_loss_nor_gradient(tmp_path: Path, algorithm: list[str], sizes) -> None:
     """B22, B23: rows of different lengths, cut into 1 to 8 microbatches, give the same steps."""
@@ -114,9 +128,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     [
         GRPO,
         [*GRPO, "algorithm.num_iterations=2", "ref_strategy=sync", "ref_strategy.every=3"],
+        DAPO,
         [*DPO, *DROPOUT],
         [*DPO, "ref_strategy=precompute"],
         NOISY,
+        [*GKD, "algorithm.length_window=3"],
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights_and_metrics(
