@@ -71,6 +71,6 @@ def check_same_tokens(student: dict[str, int], teacher: dict[str, int]) -> None:
         number, token = different[0]
         raise UserError(
             f"algorithm.teacher: {len(different)} of the student's {len(student)} tokens are others for the teacher "
-            f"(id {number} is {token!r} for the student, {theirs.get(number)!r} for the teacher), so their distributions "
+            f"(id {number} is {token!r} for the student, {theirs.get(number)!r} for the teacher), so the distributions "
             "cannot be compared: type algorithm.teacher.path=<a model with the student's tokenizer>"
         )

@@ -41,3 +41,16 @@ def test_two_processes_equal_one(tmp_path: Path, algorithm: str) -> None:
     assert len(one) == len(two) == 3
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-7)
+
+
+def test_the_tokens_of_a_step_of_samples_are_those_of_both_processes(tmp_path: Path) -> None:
+    """The step's loss divides by a count made before its first backward; the metric by the tokens that came along."""
+    teacher = ["algorithm.teacher._target_=alignment.model.tiny.Tiny", "algorithm.teacher.path=null"]
+    words = ["algorithm=gkd", "algorithm.lmbda=1", "rollout.max_new_tokens=6", "trainer.devices=2"]
+    curve(tmp_path, *words, *teacher, "+algorithm.teacher.seed=1")
+    with open(tmp_path / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["phase"] == "train"]
+    assert len(rows) == 3
+    for row in rows:
+        assert float(row["train/on_policy"]) == 1
+        assert float(row["train/loss"]) == pytest.approx(float(row["train/divergence"]), rel=1e-5)
