@@ -33,7 +33,15 @@ class Arithmetic:
     question: what is asked; {a}, {op} and {b} are filled in.
     """
 
-    forms: ClassVar[tuple[str, ...]] = ("prompts", "demonstrations", "pairs", "unpaired", "ranked", "stepwise")
+    forms: ClassVar[tuple[str, ...]] = (
+        "prompts",
+        "demonstrations",
+        "pairs",
+        "unpaired",
+        "ranked",
+        "scored",
+        "stepwise",
+    )
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class Arithmetic:
         pairs: the rejected answer is wrong by 1, 2 or 3, and not negative where the right one is not.
         unpaired: the answers of the pair as two rows, so both are on the same side of the division.
         ranked: the right answer, one wrong by 1, one wrong by 2 or 3.
+        scored: the answers of the pair as two rows, scored 1 / (1 + how far the answer is off).
         stepwise: two solutions, a right one and one that slips at its sum or at its answer.
         """
         if form not in self.forms:
@@ -108,6 +117,9 @@ class Arithmetic:
         wrong = _said(self._wrong(problem, right, (1, 2, 3)))
         if form == "pairs":
             return [row | {"chosen": best, "rejected": wrong}]
+        if form == "scored":
+            off = abs(int(wrong[0]["content"]) - right)
+            return [row | {"completion": best, "score": 1.0}, row | {"completion": wrong, "score": 1 / (1 + off)}]
         if form == "stepwise":
             return _solutions(row, f"{a} {SIGNS[op]} {b}", str(right), wrong[0]["content"], slip=(a + b) % 2)
         return [row | {"completion": best, "label": True}, row | {"completion": wrong, "label": False}]

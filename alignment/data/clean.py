@@ -27,6 +27,7 @@ LEARNED: dict[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
     "ranked": ("completions",),
     "unpaired": ("completion", "label"),
+    "scored": ("completion", "score"),
     "stepwise": ("completions", "labels"),
 }
 SHOWN = ("prompt", "tools", "chat_template_kwargs")
@@ -120,7 +121,7 @@ def _question(row: Row, form: Form) -> Any:
         return sorted(map(content_hash, (row["chosen"], row["rejected"])))
     if form == "ranked":
         return sorted(map(content_hash, row["completions"]))
-    if form == "unpaired":
+    if form in ("unpaired", "scored"):
         return row["completion"]
     return row["completions"] if form == "stepwise" else None
 

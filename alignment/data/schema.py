@@ -11,6 +11,7 @@ heavy is imported.
 | pairs | prompt, chosen, rejected |
 | ranked | prompt, completions (best first) |
 | unpaired | prompt, completion, label (bool) |
+| scored | prompt, completion, score (a number) |
 | stepwise | prompt, completions (the steps, text), labels (a bool each) |
 
 A prompt or completion is text, or a list of {"role", "content"} messages; in one row all are text or all are messages.
@@ -29,16 +30,16 @@ from alignment.data import messages as talk
 from alignment.data.messages import Content, Message, RowProblem, as_completion, as_content, as_text, shown
 from alignment.errors import UserError
 
-Form = Literal["prompts", "demonstrations", "pairs", "ranked", "unpaired", "stepwise"]
+Form = Literal["prompts", "demonstrations", "pairs", "ranked", "unpaired", "scored", "stepwise"]
 
 # What each format can serve without losing what it says. Ranked lists of two are pairs too.
 SERVES: dict[str, tuple[str, ...]] = {
     "preference": ("prompts", "pairs", "ranked", "unpaired"),
     "ranked": ("prompts", "ranked"),
     "stepwise": ("prompts", "stepwise"),
-    "unpaired": ("prompts", "unpaired"),
-    "completion": ("prompts", "demonstrations"),
-    "messages": ("prompts", "demonstrations"),
+    "unpaired": ("prompts", "unpaired", "scored"),
+    "completion": ("prompts", "demonstrations", "scored"),
+    "messages": ("prompts", "demonstrations", "scored"),
     "prompt": ("prompts",),
     "text": ("demonstrations",),
 }
@@ -49,6 +50,7 @@ QUESTIONS = ("question", "problem", "query")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target")
 LABELS = ("label", "kto_tag")
+SCORES = ("score", "rating")
 TRUTHS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 KNOWN = (
     "prompt",
@@ -65,6 +67,8 @@ KNOWN = (
 KNOWN += (*QUESTIONS, *CONVERSATIONS, *LABELS)
 
 MAX_SHOWN = 20
+# Of rows with the same problem so many are named.
+NAMED = 3
 
 
 class Row(dict[str, Any]):
@@ -470,7 +474,7 @@ def _conversation(parsed: _Parsed, form: str, turns: str) -> _Parsed:
         return _Parsed("messages", messages, [], parsed.extra)
     if not replies:
         raise RowProblem("messages", "has no assistant's turn after another one", "add the reply, or remove the row")
-    first = replies[-1] if turns == "last" or form == "prompts" else replies[0]
+    first = replies[-1] if turns == "last" or form in ("prompts", "scored") else replies[0]
     while roles[first - 1] == "assistant":
         first -= 1  # a reply in several messages: what comes before them is the prompt
     completion = messages[first : replies[-1] + 1]  # what follows the last reply teaches nothing
@@ -490,10 +494,28 @@ def _fields(parsed: _Parsed, form: str) -> list[dict[str, Any]]:
         return [prompt | {"completions": completions}]
     if form == "stepwise":
         return [prompt | {"completions": completions, "labels": parsed.labels}]
+    if form == "scored":
+        return [prompt | {"completion": completions[0], "score": _score(parsed)}]
     if form == "unpaired":
         labels = parsed.labels or [True, False]  # of a pair: chosen, rejected
         return [prompt | {"completion": c, "label": label} for c, label in zip(completions, labels, strict=True)]
     return [prompt | {"completion": completions[0]}]
+
+
+def _score(parsed: _Parsed) -> float:
+    """How good the completion is: a number of the row, or 1 and 0 for a label."""
+    name = next((name for name in SCORES if parsed.extra.get(name) is not None), None)
+    if name is None and parsed.labels:
+        return float(parsed.labels[0])
+    if name is None:
+        raise RowProblem("score", "missing", "add it, or name its column: data.fields={score: <column>}")
+    try:  # a cell of a CSV file is text
+        value = math.nan if isinstance(parsed.extra[name], bool) else float(parsed.extra[name])
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise RowProblem(name, f"{shown(parsed.extra[name])} is no finite number", "write a number")
+    return value
 
 
 def _answer(parsed: _Parsed) -> Any:
@@ -526,6 +548,7 @@ def _unsuitable(parsed: _Parsed, form: str) -> RowProblem:
     if form == "unpaired" and parsed.format in ("completion", "messages") and label:
         return RowProblem(label, f"{shown(parsed.extra[label])} is neither true nor false", "write true or false")
     wanted = {"demonstrations": "completion", "pairs": "rejected", "ranked": "completions", "stepwise": "labels"}
+    wanted["scored"] = "completion"
     missing = wanted.get(form, "label" if form == "unpaired" else "prompt")
     there = parsed.format in ("unpaired", "stepwise") and form in ("demonstrations", "ranked")
     what = f"a row with {_fields_of(parsed)} cannot serve as {form}"
@@ -548,6 +571,7 @@ def _instead(parsed: _Parsed, form: str) -> str:
         "pairs": "chosen and rejected",
         "ranked": "completions, best first",
         "unpaired": "completion and label (true or false)",
+        "scored": "completion and score (a number)",
         "stepwise": "completions and labels, one for each step",
         "prompts": "prompt",
     }
@@ -587,9 +611,24 @@ def report(problems: Sequence[str], form: str, drop: str = "data.bad_rows=drop")
 
 
 def shortened(problems: Sequence[str]) -> list[str]:
-    """The first MAX_SHOWN, and how many there are besides."""
-    rest = len(problems) - MAX_SHOWN
-    return [*problems[:MAX_SHOWN], *([f"... and {rest} more"] if rest > 0 else [])]
+    """The first MAX_SHOWN, and how many there are besides. What is wrong with many rows is said once, with the first."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        where, _, what = problem.partition(": ")
+        alike.setdefault(what, []).append(where)
+    lines: list[str] = []
+    shown = 0
+    for problem in problems:
+        what = problem.partition(": ")[2]
+        places = alike.get(what, [])
+        if len(lines) < MAX_SHOWN and places:
+            many = len(places) > NAMED
+            lines.append(f"{', '.join(places[:NAMED])} and {len(places) - NAMED} more: {what}" if many else problem)
+            shown += len(places) if many else 1
+            if many:
+                del alike[what]
+    rest = len(problems) - shown
+    return [*lines, *([f"... and {rest} more"] if rest > 0 else [])]
 
 
 def formats(found: Iterable[Found], reading: Reading) -> Counter[str]:

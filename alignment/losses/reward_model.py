@@ -52,6 +52,12 @@ def reward_model_stats(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     }
 
 
+def regression(scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(score - target)^2 of each completion, (N,), and the absolute error: for data with a number for each answer."""
+    gap = scores - targets
+    return gap**2, {"absolute_error": gap.detach().abs()}
+
+
 # Bins of the calibration error: of confidences from 1/2 to 1, so each is 5 points wide.
 NUM_BINS = 10
 

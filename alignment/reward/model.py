@@ -70,7 +70,8 @@ class RewardModel:
         """Prompt and completion as ids; the completion ends in the end token."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
-            return [*self._bos, *self._ids(prompt)], [*self._continued(text), self.source.tokenizer.eos_token_id]
+            end: Any = self.source.tokenizer.eos_token_id
+            return [*self._bos, *self._ids(prompt)], [*self._continued(text), end]
         if not prompt:
             raise UserError("a row without a prompt: a reward model scores an answer to something")
         options = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}

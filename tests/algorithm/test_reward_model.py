@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from alignment.algorithm.meter import Meter
 from alignment.algorithm.reward_model import RewardModel
 from alignment.algorithm.reward_model_ranked import RewardModelRanked
+from alignment.algorithm.reward_model_scored import RewardModelScored
 from alignment.algorithm.scoring import finished, numbers
 from alignment.batch import Batch, Example, collate
 from alignment.errors import UserError
@@ -43,9 +44,9 @@ def classifier() -> LlamaForSequenceClassification:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        num_labels=1,
         pad_token_id=0,
     )
+    config.num_labels = 1
     model = LlamaForSequenceClassification(config)
     torch.nn.init.normal_(model.score.weight)
     return model
@@ -136,6 +137,21 @@ def test_the_loss_of_lists(made: Callable[..., Any], classifier: Any, loss: str)
         else:
             total += sum(-math.log(sigmoid(s[i] - s[j])) for i in range(4) for j in range(i + 1, 4)) / 6
     assert float(got) == pytest.approx(total / 2, rel=1e-4)
+
+
+def test_the_loss_of_scored_completions(made: Callable[..., Any], classifier: Any) -> None:
+    rows = [Example(r.prompt_ids, r.completions[:1], columns={"score": n}) for r, n in zip(PAIRS, [4, -1.5, 0, 1])]
+    module = made(RewardModelScored)
+    loss = module.training_step(collate(rows), 0)
+    gaps = [s - row.columns["score"] for s, row in zip(naive(classifier, rows).tolist(), rows, strict=True)]
+    assert float(loss) == pytest.approx(sum(gap**2 for gap in gaps) / 4, rel=1e-5)
+    assert module.meter.flush()["train/absolute_error"] == pytest.approx(sum(map(abs, gaps)) / 4, rel=1e-5)
+    module.trainer.accumulate_grad_batches, total = 4, 0.0
+    for row in rows:
+        batch = collate([row])
+        batch.step_examples = 4.0
+        total += float(module.training_step(batch, 0)) / 4
+    assert total == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_what_an_evaluation_measures(made: Callable[..., Any], classifier: Any) -> None:

@@ -55,7 +55,7 @@ def test_a_difference_is_not_its_mirror() -> None:
 
 def test_what_is_held_out_is_the_same_for_every_form_and_follows_the_seed() -> None:
     held = [{row["prompt"][0]["content"] for row in Arithmetic().load(form)[1]} for form in Arithmetic.forms]
-    assert len(held) == 6 and all(questions == held[0] for questions in held)
+    assert len(held) == 7 and all(questions == held[0] for questions in held)
     assert Arithmetic().load("prompts") == Arithmetic().load("prompts")
     assert Arithmetic(seed=1).load("prompts")[1] != Arithmetic().load("prompts")[1]
 
@@ -95,6 +95,12 @@ def test_a_ranked_list_is_right_then_off_by_one_then_off_by_more() -> None:
         assert right < 0 or min(near, far) >= 0
         distances.add((abs(near - right), abs(far - right)))
     assert distances == {(1, 2), (1, 3)}
+
+
+def test_the_score_of_an_answer_falls_with_its_distance() -> None:
+    for row in [*Arithmetic().load("scored")[0], *Arithmetic().load("scored")[1]]:
+        off = abs(int(row["completion"][0]["content"]) - int(row["answer"]))
+        assert row["score"] == {0: 1, 1: 1 / 2, 2: 1 / 3, 3: 1 / 4}[off]
 
 
 def test_of_two_solutions_one_slips_and_stays_wrong() -> None:
@@ -141,6 +147,7 @@ def test_parts_of_a_difficulty_are_overridden_and_the_question_too() -> None:
         ("pairs", 61, 2),
         ("unpaired", 122, 1),
         ("ranked", 61, 3),
+        ("scored", 122, 1),
         ("stepwise", 122, 1),
     ],
 )
@@ -168,7 +175,7 @@ def test_keys_that_cannot_work_are_refused(keys: dict[str, Any], words: str) -> 
 
 
 def test_other_forms_are_refused() -> None:
-    words = "arithmetic has prompts, demonstrations, pairs, unpaired, ranked, stepwise, not triples: type data=jsonl"
+    words = "arithmetic has prompts, .*, ranked, scored, stepwise, not triples: type data=jsonl data.path"
     other: Any = "triples"
     with pytest.raises(UserError, match=words):
         Arithmetic().load(other)

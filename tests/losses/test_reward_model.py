@@ -13,6 +13,7 @@ from alignment.losses.reward_model import (
     calibration_error,
     calibration_gaps,
     margin_accuracy,
+    regression,
     reward_model_stats,
     score_range,
 )
@@ -90,3 +91,12 @@ def test_calibration_adds_up_over_batches() -> None:
     gaps = torch.randn(50)
     parts = calibration_gaps(gaps[:20]) + calibration_gaps(gaps[20:])
     torch.testing.assert_close(parts, calibration_gaps(gaps))
+
+
+def test_regression_is_the_squared_error() -> None:
+    """(1 - 3)^2 = 4 with slope 2 (1 - 3) = -4; (0.5 - 0)^2 = 0.25 with slope 1."""
+    scores = torch.tensor([1.0, 0.5], requires_grad=True)
+    values, stats = regression(scores, torch.tensor([3.0, 0.0]))
+    assert values.tolist() == [4.0, 0.25]
+    assert stats["absolute_error"].tolist() == [2.0, 0.5]
+    assert torch.autograd.grad(values.sum(), scores)[0].tolist() == [-4.0, 1.0]
