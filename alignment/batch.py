@@ -57,6 +57,7 @@ class Batch:
     | rewards | (N,) float32 | weighted total; NaN = unscorable |
     | advantages | (N,) or (N, C) float32 | online only |
     | greedy_rewards | (N,) float32 or None | reward of the prompt's greedy completion, for those that compare with it |
+    | from_reference | (N,) bool or None | sampled from the reference, for those that learn from both |
     | policy_mask | (N, C) bool or None | loss tokens whose policy term trains; None = all |
     | values, returns | (N, C) float32 or None | a critic's, before each token, when it was sampled; what it learns |
     | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |
@@ -88,6 +89,7 @@ class Batch:
         self.rewards: Tensor | None = None
         self.advantages: Tensor | None = None
         self.greedy_rewards: Tensor | None = None
+        self.from_reference: Tensor | None = None
         self.policy_mask: Tensor | None = None
         self.values: Tensor | None = None
         self.returns: Tensor | None = None
@@ -168,6 +170,17 @@ def concat(batches: Sequence[Batch]) -> Batch:
         elif isinstance(value, list):
             setattr(whole, name, [item for items in values for item in items])
     whole.parts = {name: torch.cat([batch.parts[name] for batch in batches]) for name in batches[0].parts}
+    return whole
+
+
+def side_by_side(batches: Sequence[Batch]) -> Batch:
+    """Completions of the same prompts as one batch: for each prompt those of the first batch, then of the next."""
+    whole, num_prompts = concat(batches), len(batches[0].prompt_ids)
+    starts = [sum(map(len, batches[:number])) for number in range(len(batches))]
+    rows = [torch.arange(len(batch)).view(num_prompts, -1) for batch in batches]
+    whole = whole.select(torch.cat([start + row for start, row in zip(starts, rows, strict=True)], 1))
+    whole.prompt_ids, whole.prompt_mask = batches[0].prompt_ids, batches[0].prompt_mask
+    whole.examples = batches[0].examples
     return whole
 
 

@@ -294,6 +294,8 @@ class OnlineModule(AlignmentModule):
     online: ClassVar[bool] = True
     # Compares its samples with the prompt's greedy completion (`batch.greedy_rewards`).
     greedy_baseline: ClassVar[bool] = False
+    # The last completion of each prompt is sampled from the reference (`batch.from_reference`).
+    reference_sample: ClassVar[bool] = False
     # Completions of each prompt that are learned from: a number, or the name of the key that holds it.
     rows_per_prompt: ClassVar[int | str] = "group_size"
 

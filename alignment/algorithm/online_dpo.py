@@ -10,7 +10,7 @@ from torch import Tensor
 from alignment.algorithm.base import OnlineModule
 from alignment.batch import Batch
 from alignment.errors import UserError
-from alignment.losses.dpo import pair_loss, pair_stats, pairs_from_tokens
+from alignment.losses.dpo import Pairs, pair_loss, pair_stats, pairs_from_tokens
 from alignment.losses.online import pair_by_score
 from alignment.losses.sampling import penalize_unfinished
 
@@ -66,7 +66,12 @@ class OnlineDPO(OnlineModule):
         pairs = pairs_from_tokens(logprobs, batch.ref_logprobs, batch.loss_mask)
         used = batch.loss_mask.any(-1)[::2]
         num_pairs = batch.step_counts["seq_mean_token_mean"] / 2
-        loss = self.step_mean(torch.where(used, self.pair_loss(pairs), 0.0).sum(), num_pairs)
+        values, stats = self.pair_losses(pairs, logprobs, batch)
+        loss = self.step_mean(torch.where(used, values, 0.0).sum(), num_pairs)
         self.log_loss(loss, batch, num_pairs)
-        self.log_stats(pair_stats(pairs, beta=self.beta), used)
+        self.log_stats(pair_stats(pairs, beta=self.beta) | stats, used)
         return loss
+
+    def pair_losses(self, pairs: Pairs, logprobs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B,), and what to log of them."""
+        return self.pair_loss(pairs), {}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
 import torch
 
-from alignment.batch import Batch, Example, concat, pad
+from alignment.batch import Batch, Example, concat, pad, side_by_side
 from alignment.losses.reduce import REDUCTIONS, step_count
 from alignment.losses.sampling import informative_groups
 
-# Seeds of training rollouts and of evaluations are drawn from disjoint ranges.
-EVALUATION_SEED = 1 << 40
+# Seeds of training rollouts, of evaluations and of the reference's samples are drawn from disjoint ranges, all of them
+# below 2^32: torch's generator reads no higher bits.
+EVALUATION_SEED = 1 << 30
+REFERENCE_SEED = 1 << 31
 log = logging.getLogger("alignment")
 
 
@@ -72,14 +75,25 @@ class RolloutCallback(L.Callback):
         """Completions of the next prompts, scored. Which they are follows from the number of draws so far alone."""
         number, self.num_draws = self.num_draws, self.num_draws + 1
         examples = trainer.datamodule.prompts_for(number)
-        rollout = self.sample(trainer, module, examples, module.group_size, seed=number)
+        own = module.group_size - module.reference_sample
+        rollout = self.sample(trainer, module, examples, own, seed=number)
         log_rollout(module.meter, "rollout", rollout)
         if module.greedy_baseline:
             greedy = self.sample(trainer, module, examples, 1, seed=number, temperature=0.0).rewards
             assert greedy is not None
             rollout.greedy_rewards = greedy.repeat_interleave(module.group_size)
             module.meter.mean("rollout/greedy_reward", greedy)
-        return rollout
+        return self._beside_reference(trainer, module, rollout, number) if module.reference_sample else rollout
+
+    def _beside_reference(self, trainer: Any, module: Any, rollout: Batch, number: int) -> Batch:
+        """One completion of the reference after each prompt's of the policy."""
+        other = self.complete(trainer, module, rollout.examples, 1, seed=REFERENCE_SEED + number, reference=True)
+        self.score(module, other)
+        assert other.rewards is not None
+        module.meter.mean("rollout/reference_reward", other.rewards)
+        for batch, is_reference in ((rollout, False), (other, True)):
+            batch.from_reference = torch.full((len(batch),), is_reference)
+        return side_by_side([rollout, other])
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_draws": self.num_draws}
@@ -130,13 +144,18 @@ class RolloutCallback(L.Callback):
         *,
         seed: int,
         temperature: float | None = None,
+        reference: bool = False,
     ) -> Batch:
-        """The same without scores."""
+        """The same without scores; of the policy, or of the reference."""
         started = time.perf_counter()
-        with trainer.precision_plugin.forward_context():
+        with ExitStack() as stack:
+            stack.enter_context(trainer.precision_plugin.forward_context())
             self._sync(trainer, module)
+            model = module.policy
+            if reference:
+                model = stack.enter_context(module.reference.scoring_model(module.policy))
             completions = self.engine.generate(
-                module.policy,
+                model,
                 [example.prompt_ids for example in examples],
                 group_size=group_size,
                 stop_ids=module.source.stop_ids,

@@ -11,7 +11,13 @@ import torch
 
 from alignment.algorithm.meter import Meter
 from alignment.batch import Batch, Example, collate, concat
-from alignment.callbacks.rollout import RolloutCallback, first_informative
+from alignment.callbacks.rollout import (
+    EVALUATION_SEED,
+    REFERENCE_SEED,
+    RolloutCallback,
+    first_informative,
+    rank_seed,
+)
 
 # Rewards of the two completions of prompts 0, 1, 2, ...; a prompt says something where they differ.
 REWARDS = [(1, 1), (0, 1), (0, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 0), (1, 1)]
@@ -41,7 +47,9 @@ def setting(max_draws: int) -> tuple[Any, Any]:
     examples = [Example([1], id=str(p)) for p in range(len(REWARDS))]
     data = SimpleNamespace(prompts_for=lambda number: examples[2 * number : 2 * number + 2])
     strategy = SimpleNamespace(root_device="cpu", reduce=lambda value, reduce_op: value)
-    module = SimpleNamespace(max_draws=max_draws, group_size=2, greedy_baseline=False, meter=Meter())
+    module = SimpleNamespace(
+        max_draws=max_draws, group_size=2, greedy_baseline=False, reference_sample=False, meter=Meter()
+    )
     return SimpleNamespace(datamodule=data, strategy=strategy), module
 
 
@@ -104,6 +112,13 @@ def test_where_too_few_differ_the_first_of_the_others_fill_up() -> None:
     callback, (trainer, module) = Drawn(), setting(5)
     drawn = [callback.draw(trainer, module) for _ in range(5)]
     assert ids(first_informative(drawn, 5)) == ["1", "0", "3", "5", "8"]
+
+
+def test_no_two_purposes_share_their_randomness() -> None:
+    """The generators that the seeds start give different numbers, also for neighbouring runs, rollouts and ranks."""
+    numbers = [0, 1, 2, EVALUATION_SEED, EVALUATION_SEED + 1, REFERENCE_SEED, REFERENCE_SEED + 1]
+    seeds = [rank_seed(seed, number, rank) for seed in (0, 1) for number in numbers for rank in (0, 1)]
+    assert len(set(seeds)) == len(seeds) == 28
 
 
 def test_concat_pads_prompts_left_and_completions_right() -> None:
