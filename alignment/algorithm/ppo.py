@@ -74,8 +74,9 @@ class PPO(OnlineModule):
         self.clip_eps, self.clip_eps_high, self.dual_clip = clip_eps, clip_eps_high, dual_clip
         self.value_clip_eps, self.vf_coef, self.entropy_coef = value_clip_eps, vf_coef, entropy_coef
         self.critic_lr, self.num_warmup_rollouts = critic_lr, num_warmup_rollouts
-        shared = "adapter" if self.source.adapter == "lora" else "model"
-        self.critic = Critic(shared if critic == "auto" else critic)
+        if critic == "auto":
+            critic = "adapter" if self.source.adapter == "lora" else "model"
+        self.critic = Critic(critic)
 
     # ---- building --------------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
