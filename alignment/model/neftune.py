@@ -32,7 +32,9 @@ class EmbeddingNoise:
         if batch.group_size != 1:
             raise ValueError(f"embedding noise needs one completion per prompt, the batch has {batch.group_size}")
         real = torch.cat([batch.prompt_mask, fed], 1)
-        width = _embedding(model).weight.shape[-1]  # type: ignore[union-attr]
+        weight = _embedding(model).weight
+        assert isinstance(weight, Tensor)
+        width = weight.shape[-1]
         lengths = batch.prompt_mask.sum(1) + batch.completion_mask.sum(1)
         bounds = neftune_bound(lengths.float(), width, alpha=alpha).repeat_interleave(real.sum(1))
         noise = torch.zeros(*real.shape, width, device=real.device)
@@ -47,7 +49,12 @@ def noisy_embeddings(model: PreTrainedModel, noise: Tensor | None) -> Iterator[N
     if noise is None:
         yield
         return
-    hook = _embedding(model).register_forward_hook(lambda _module, _args, output: output + noise.to(output.dtype))
+    added = noise
+
+    def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        return output + added.to(output.dtype)
+
+    hook = _embedding(model).register_forward_hook(add)
     try:
         yield
     finally:
