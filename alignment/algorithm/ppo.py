@@ -80,8 +80,10 @@ class PPO(OnlineModule):
 
     # ---- building --------------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
-        if self.policy is None:
-            super().configure_model()
+        fresh = self.policy is None
+        super().configure_model()
+        assert self.policy is not None
+        if fresh:
             self.critic.attach(self.source, self.policy)
 
     def trained_parameters(self) -> list[Any]:

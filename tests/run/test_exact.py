@@ -24,6 +24,7 @@ GRPO = ["algorithm=grpo", "algorithm.num_rollouts=4", "algorithm.num_prompts=2",
 # Pairs of samples are often equal in reward, so that further prompts have to be drawn.
 DAPO = ["algorithm=dapo", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.group_size=2"]
 DAPO += ["algorithm.microbatch_size=16", "algorithm.max_draws=3"]
+PPO = ["algorithm=ppo", *GRPO[1:], "algorithm.target_kl_per_sequence=0.01", "algorithm.kl_horizon=64"]
 DPO = ["algorithm=dpo", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 SFT = ["algorithm=sft", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 NOISY = [*SFT, "algorithm.neftune_alpha=5", "algorithm.label_smoothing=0.1"]
@@ -128,6 +129,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     [
         GRPO,
         [*GRPO, "algorithm.num_iterations=2", "ref_strategy=sync", "ref_strategy.every=3"],
+        PPO,
         DAPO,
         [*DPO, *DROPOUT],
         [*DPO, "ref_strategy=precompute"],

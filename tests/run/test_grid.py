@@ -25,6 +25,7 @@ SMALL = [
 ]
 ONLINE = [
     "algorithm.num_rollouts=2",
+    "algorithm.num_iterations=1",
     "algorithm.num_prompts=2",
     "algorithm.microbatch_size=8",
     "rollout.max_new_tokens=4",
