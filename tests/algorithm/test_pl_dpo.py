@@ -65,3 +65,11 @@ def test_at_the_reference_every_order_is_as_likely(offline: Callable, batch_of: 
     module, batch = offline(PLDPO, beta=0.1), batch_of(LISTS)
     batch.ref_logprobs = module.logprobs(batch).logprobs
     assert float(module.training_step(batch, 0)) == pytest.approx(math.log(24), rel=1e-6)
+
+
+def test_microbatches_add_up_to_the_step(offline: Callable, batch_of: Callable) -> None:
+    module, whole = offline(PLDPO, beta=0.3), batch_of(LISTS)
+    whole.ref_logprobs = module.reference_logprobs(whole)
+    expected = module.training_step(whole, 0)
+    parts = sum(module.training_step(part, 0) for part in whole.split(4))
+    torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-7)
