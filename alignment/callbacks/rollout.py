@@ -12,6 +12,7 @@ import lightning as L
 import torch
 
 from alignment.batch import Batch, Example, concat, pad, side_by_side
+from alignment.losses.completion_stats import repetition
 from alignment.losses.reduce import REDUCTIONS, step_count
 from alignment.losses.sampling import informative_groups
 
@@ -237,7 +238,10 @@ def count_step_tokens(trainer: Any, microbatches: list[Batch]) -> None:
 
 
 def log_rollout(meter, phase: str, batch: Batch) -> None:
-    """Reward, its spread and parts, lengths and the share that ended by itself, as sums and counts."""
+    """Reward, its spread and parts, length, share that ended by itself, repetition, entropy: all as sums and counts.
+
+    The entropy is that of what was sampled: the mean of -log p of the sampled tokens, which costs nothing.
+    """
     assert batch.rewards is not None
     assert batch.finished is not None
     meter.mean(f"{phase}/reward", batch.rewards)
@@ -246,6 +250,9 @@ def log_rollout(meter, phase: str, batch: Batch) -> None:
     lengths = batch.completion_mask.sum(-1).float()
     meter.mean(f"{phase}/length", lengths)
     meter.mean(f"{phase}/finished", batch.finished.float())
+    meter.mean(f"{phase}/repetition", repetition(batch.completion_ids, batch.completion_mask))
+    if batch.sampler_logprobs is not None:
+        meter.mean(f"{phase}/entropy", -batch.sampler_logprobs, batch.completion_mask)
     groups = batch.rewards.view(-1, batch.group_size)
     if batch.group_size > 1:
         spread = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups).std(1)

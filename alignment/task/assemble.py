@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from alignment.algorithm.base import AlignmentModule
 from alignment.batch import Example
 from alignment.callbacks.checkpoint import AtomicCheckpointIO, BoundaryCheckpoint
+from alignment.callbacks.guards import Guards
 from alignment.callbacks.metrics import MetricsCallback
 from alignment.callbacks.off_policy import OffPolicyWatch
 from alignment.callbacks.progress import RunProgress
@@ -104,7 +105,14 @@ def build_module(cfg: dict[str, Any], source) -> AlignmentModule:
         source=source,
         reference=build(cfg["ref_strategy"]),
         optimizer=build(cfg["optimizer"]),
-        callbacks=[rollout, StudentSamples(rollout), RefLogprobCallback(), OffPolicyWatch(), MetricsCallback()],
+        callbacks=[
+            rollout,
+            StudentSamples(rollout),
+            RefLogprobCallback(),
+            OffPolicyWatch(),
+            MetricsCallback(),
+            Guards(**cfg["guards"]),  # reads what the callback before it has logged
+        ],
     )
     if module.online:
         module.temperature, module.max_new_tokens = engine.temperature, engine.max_new_tokens
