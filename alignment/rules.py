@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "label_smoothing": ("at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5),
     "desirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
     "undesirable_weight": ("at least 0", lambda x: 0 <= x < math.inf),
+    "max_kl": ("more than 0, or null", lambda x: 0 < x < math.inf),
     "lr": ("more than 0", lambda x: 0 < x < math.inf),
     "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
     "warmup_ratio": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
