@@ -43,6 +43,22 @@ def test_two_processes_equal_one(tmp_path: Path, algorithm: str) -> None:
     torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("algorithm", [["kto"], ["bco", "algorithm.density_ratio=[0.5,10]"]])
+def test_what_is_measured_over_a_step_is_of_both_processes(tmp_path: Path, algorithm: list[str]) -> None:
+    """KTO's z0 and BCO's shift move within three steps of a large learning rate; the curves would come apart."""
+    words = [f"algorithm={algorithm[0]}", *algorithm[1:], "algorithm.lr=3e-2"]
+    one, two = (curve(tmp_path / str(n), *words, f"trainer.devices={n}") for n in (1, 2))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    measured = []
+    for n in (1, 2):
+        with open(tmp_path / str(n) / "metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if row["phase"] == "train"]
+        names = ("train/z0",) if algorithm == ["kto"] else ("train/shift", "train/udm_weight", "train/udm_accuracy")
+        measured.append([float(rows[-1][name]) for name in names])
+    assert measured[0][0] != 0
+    assert measured[1] == pytest.approx(measured[0], rel=1e-3)
+
+
 def test_the_tokens_of_a_step_of_samples_are_those_of_both_processes(tmp_path: Path) -> None:
     """The step's loss divides by a count made before its first backward; the metric by the tokens that came along."""
     teacher = ["algorithm.teacher._target_=alignment.model.tiny.Tiny", "algorithm.teacher.path=null"]
