@@ -121,7 +121,8 @@ class Guards(L.Callback):
             return None
         return (
             f"the reward rises and {what}: it may be the reward that is learned, not the task. Read samples.jsonl; "
-            "bound the length (algorithm.overlong_tokens, rollout.max_new_tokens), raise algorithm.beta, mend the reward"
+            "bound the length (algorithm.overlong_tokens, rollout.max_new_tokens), raise algorithm.beta, mend the "
+            "reward"
         )
 
     @staticmethod
