@@ -207,7 +207,9 @@ def _anatomy(causal: PreTrainedModel, forward: Callable[..., Any], batch: Batch)
     if known is None or known.attention != causal.config._attn_implementation:
         fuse_lora(causal)
         token = batch.prompt_ids[batch.prompt_mask][:1]
-        known = _anatomies[causal] = _examine(causal, forward, token)
+        # Dropout draws in these forwards too; a resumed run makes them when its random state has been restored.
+        with torch.random.fork_rng([token.device] if token.is_cuda else []):
+            known = _anatomies[causal] = _examine(causal, forward, token)
     return known
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import run
@@ -63,3 +65,19 @@ def test_the_cut_into_microbatches_leaves_the_run_as_it_is(tmp_path: Path) -> No
         summary = run.run([*words, "algorithm.max_steps=2"])
         curves.append(torch.tensor([summary["train/loss"], summary["train/grad_norm"], summary["val/loss"]]))
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-6)  # two steps of Adam magnify 1e-7
+
+
+def test_a_resumed_run_ends_in_the_same_folder(tmp_path: Path) -> None:
+    """Cut back to its second checkpoint, with dropout."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = ["algorithm.max_steps=4", "evaluation.every=2", "model.lora.lora_dropout=0.1"]
+    run.run([f"output_dir={whole}", *TINY, *words, "checkpoint.every=1", "checkpoint.keep=-1"])
+    shutil.copytree(whole, cut)
+    for name in ("checkpoints/00000003.ckpt", "checkpoints/00000004.ckpt", "summary.json"):
+        (cut / name).unlink()
+    shutil.rmtree(cut / "model")
+    run.run([f"resume={cut}"])
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, cut))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert said_by_the_run(whole, 4) == said_by_the_run(cut, 4)
