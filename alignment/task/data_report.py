@@ -37,7 +37,7 @@ def run(cfg: dict[str, Any], *, example: int) -> dict[str, Any]:
         encoding=cfg["encoding"],
         cleaning=cfg["cleaning"],
     )
-    if example >= len(prepared.train):
+    if not 0 <= example < len(prepared.train):
         raise UserError(f"task.example: {example} of {len(prepared.train)} examples: type task.example=0")
     sets = {name: getattr(prepared, name) for name in prepared.reports}
     folder = Path(cfg["output_dir"])
