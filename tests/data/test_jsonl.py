@@ -273,10 +273,10 @@ def test_only_the_first_rows_of_a_large_file_are_looked_at_beforehand(folder: Pa
 
 
 def test_both_files_are_checked_and_many_problems_are_counted(folder: Path) -> None:
-    (folder / "a.jsonl").write_text(lines([{"prompt": ""}] * 30))
+    (folder / "a.jsonl").write_text(lines([{"prompt": i} for i in range(30)]))
     problems = Jsonl.problems("prompts", path="a.jsonl", heldout="none.jsonl")
     assert problems[0] == "data.heldout: there is no file none.jsonl: type data.heldout=<file, folder or glob>"
-    assert problems[1].startswith("a.jsonl:1: prompt: is empty")
+    assert problems[1].startswith("a.jsonl:1: prompt: 0 is not text")
     assert problems[-1] == "... and 11 more" and len(problems) == 21
 
 

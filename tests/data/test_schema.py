@@ -557,14 +557,23 @@ def found(*rows: Any) -> list[tuple[str, Any]]:
 
 
 def test_all_bad_rows_are_in_one_error_and_the_first_twenty_are_shown() -> None:
-    rows = [{"prompt": "fine"}, *({"prompt": ""} for _ in range(25)), RowProblem("", "is not JSON", "mend it")]
+    rows = [{"prompt": "fine"}, *({"prompt": i} for i in range(25)), RowProblem("", "is not JSON", "mend it")]
     with pytest.raises(UserError) as caught:
         check_rows(found(*rows), "prompts")
     lines = str(caught.value).splitlines()
     assert lines[0] == "26 rows cannot be used as prompts:"
-    assert lines[1] == "  - f.jsonl:2: prompt: is empty: fill it in, or remove the row"
+    assert lines[1] == "  - f.jsonl:2: prompt: 0 is not text: write text, or a list of messages"
     assert lines[20].startswith("  - f.jsonl:21:")
     assert lines[21:] == ["  - ... and 6 more", "Mend them, or go on without them: data.bad_rows=drop"]
+
+
+def test_what_is_wrong_with_many_rows_is_said_once() -> None:
+    with pytest.raises(UserError) as caught:
+        check_rows(found(*({"prompt": ""} for _ in range(25)), {"prompt": 1}), "prompts")
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  - f.jsonl:1, f.jsonl:2, f.jsonl:3 and 22 more: prompt: is empty: fill it in, or remove the row",
+        "  - f.jsonl:26: prompt: 1 is not text: write text, or a list of messages",
+    ]
 
 
 def test_dropped_rows_are_reported_and_the_others_know_where_they_are_from() -> None:
