@@ -13,6 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import run
+from alignment.batch import collate
+from alignment.data.arithmetic import Arithmetic
+from alignment.data.encode import encode
+from alignment.model.hf import HFModel
+from alignment.model.scorer import completion_scores
 
 COMMON = ["trainer.precision=32-true", "trainer.enable_progress_bar=false"]
 TINY = ["model=tiny", "algorithm=reward_model", "algorithm.batch_size=8", "algorithm.microbatch_size=4", *COMMON]
@@ -81,3 +86,22 @@ def test_a_resumed_run_ends_in_the_same_folder(tmp_path: Path) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert said_by_the_run(whole, 4) == said_by_the_run(cut, 4)
+
+
+@pytest.mark.slow
+def test_smollm2_learns_which_sum_is_right(tmp_path: Path) -> None:
+    """961 sums up to 30 + 30, 100 of them held out: of a right and a nearly right answer the right one scores higher.
+    The saved folder gives the same scores, in float32, through the shared prompt here and in plain transformers."""
+    words = [f"output_dir={tmp_path}", "algorithm=reward_model", "data.low=0", "data.high=30", "data.heldout=100"]
+    words += ["algorithm.batch_size=32", "algorithm.microbatch_size=32", "algorithm.max_steps=200", "algorithm.lr=5e-4"]
+    summary = run.run([*words, "evaluation.every=200", "trainer.enable_progress_bar=false"])
+    assert summary["before/accuracy"] < 0.7
+    assert summary["val/accuracy"] >= 0.9
+    rows = said_by_the_run(tmp_path, 200)[:40]
+    source = HFModel(path=str(tmp_path / "model"), adapter="none")
+    pairs = Arithmetic(low=0, high=30, heldout=100).load("pairs")[1][:20]
+    batch = collate(encode(pairs, "pairs", source.tokenizer, max_prompt_tokens=128, max_completion_tokens=32)[0])
+    assert [row["completion"] for row in rows[:2]] == [pairs[0][side][0]["content"] for side in ("chosen", "rejected")]
+    with torch.no_grad():
+        ours = completion_scores(source.frozen_scorer(), batch)
+    torch.testing.assert_close(ours, said_by_transformers(tmp_path, rows), rtol=1e-5, atol=1e-4)  # scores reach 10
