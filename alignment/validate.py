@@ -30,7 +30,7 @@ PASSED: dict[str, set[str]] = {
 }
 # Sections without `_target_`, and the function that takes their keys together with these arguments of code.
 SECTIONS: dict[str, tuple[str, set[str]]] = {
-    "encoding": ("alignment.data.encode.encode", {"rows", "form", "tokenizer", "stop_ids", "into"}),
+    "encoding": ("alignment.data.encode.encode", {"rows", "form", "tokenizer", "stop_ids", "into", "bad_rows", "drop"}),
     "cleaning": ("alignment.data.clean.clean", {"rows", "heldout", "form"}),
     "checkpoint": ("alignment.callbacks.checkpoint.BoundaryCheckpoint", {"folder", "online"}),
     "trainer": ("lightning.pytorch.Trainer", set()),

@@ -148,6 +148,7 @@ def encode(
     truncation: Literal["keep_end", "keep_start", "drop"] = "keep_end",
     step_separator: str = "\n",
     bad_rows: Literal["raise", "drop"] = "raise",
+    drop: str = "data.bad_rows=drop",
     stop_ids: Collection[int] = (),
     into: Sink | None = None,
 ) -> tuple[Any, Report]:
@@ -166,7 +167,8 @@ def encode(
     stop_ids: the model's full stop set, where it has more ends than the tokenizer's EOS.
 
     into: what examples are appended to and returned as, instead of a new list; rows are taken CHUNK at a time.
-    bad_rows: "drop" goes on without rows that cannot be rendered or have nothing to learn, and logs them.
+    bad_rows: "drop" goes on without rows that cannot be rendered or have nothing to learn, and logs them. drop: what to
+        type for that, for the message.
 
     UserError with all such rows unless they are to be dropped, and where no example is left.
     """
@@ -183,7 +185,9 @@ def encode(
         for example in _encoded(rows[start : start + CHUNK], start, template, limits, step_separator, counts, problems):
             examples.append(example)
             sizes[len(example.completions)] += 1
-    _settle(problems, rows, form, bad_rows, counts)
+    if problems and bad_rows == "raise":
+        raise UserError(report(problems, form, drop))
+    _settle(problems, rows, counts)
     counts.num_examples = len(examples)
     _check_left(sizes, rows, form, counts)
     return examples, counts
@@ -211,9 +215,7 @@ def _encoded(
             yield example
 
 
-def _settle(problems: list[str], rows: Sequence[dict[str, Any]], form: Form, bad_rows: str, counts: Report) -> None:
-    if problems and bad_rows == "raise":
-        raise UserError(report(problems, form, "encoding.bad_rows=drop"))
+def _settle(problems: list[str], rows: Sequence[dict[str, Any]], counts: Report) -> None:
     if problems:
         counts.dropped["cannot be used"] += len(problems)
         log.warning("%d of %d rows dropped:\n%s", len(problems), len(rows), "\n".join(shortened(problems)))

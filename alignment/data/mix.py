@@ -9,7 +9,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from alignment.data.schema import Form, Row
 from alignment.data.source import fingerprint
@@ -54,6 +54,18 @@ class Mix:
 
     def __str__(self) -> str:
         return " + ".join(self.sources)
+
+    @property
+    def bad_rows(self) -> Literal["raise", "drop"]:
+        """Of rows that cannot be tokenised, when nobody knows their source any more: drop if all sources say so."""
+        said = {source.bad_rows for source in self.sources.values() if hasattr(source, "bad_rows")}
+        return "drop" if said == {"drop"} else "raise"
+
+    @property
+    def drop(self) -> str:
+        """What to type for that."""
+        names = [name for name, source in self.sources.items() if hasattr(source, "bad_rows")]
+        return " ".join(f"data.sources.{name}.bad_rows=drop" for name in names) or "other data"
 
     def load(self, form: Form) -> tuple[Rows, Rows]:
         """(train rows, held-out rows) in the form, mixed: any stretch has about their shares."""

@@ -106,7 +106,8 @@ def _tokenise(
 ) -> dict[str, dict[str, Any]]:
     """Fill a sink for each set of examples; a summary of each, with its line for the log."""
     reports: dict[str, dict[str, Any]] = {}
-    options = {"stop_ids": model.stop_ids, **plan.encoding}
+    options = {"stop_ids": model.stop_ids, "bad_rows": getattr(source, "bad_rows", "raise"), **plan.encoding}
+    options["drop"] = getattr(source, "drop", "data=jsonl, of which bad rows can be dropped")
 
     def add(name: str, chosen: Any, form: Form) -> Report:
         return encode(chosen, form, model.tokenizer, into=sink(name), **options)[1]

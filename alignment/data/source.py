@@ -35,6 +35,8 @@ class RowSource(ABC):
 
     # Whether `problems()` can say what is wrong with the rows without importing anything heavy.
     checks_itself: ClassVar[bool] = False
+    # What to type to go on without bad rows.
+    drop: ClassVar[str] = "data.bad_rows=drop"
 
     def __init__(
         self,
