@@ -68,9 +68,10 @@ def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
     where = [f"output_dir={folder}", f"algorithm={algorithm}", f"ref_strategy={strategy}"]
     words = [*where, *SMALL, *(ONLINE if online else OFFLINE), *REQUIRED.get(algorithm, [])]
     if says("algorithm", algorithm, "rows_per_prompt", "group_size") != "group_size":
-        words = [
-            word.replace("microbatch_size=8", "microbatch_size=2") for word in words
-        ]  # fewer rows than are sampled
+        # Fewer rows are learned from than are sampled.
+        words = [word.replace("microbatch_size=8", "microbatch_size=2") for word in words]
+    if says("ref_strategy", strategy, "moves", False) and says("algorithm", algorithm, "reference_need", "") == "beta":
+        words.append("algorithm.beta=0.1")  # what follows the policy has to be read; many of these options have beta=0
     own = whole_steps(algorithm)
     return [word for word in words if not (own and word.startswith("algorithm.microbatch_size="))]
 
