@@ -611,7 +611,7 @@ def report(problems: Sequence[str], form: str, drop: str = "data.bad_rows=drop")
 
 
 def shortened(problems: Sequence[str]) -> list[str]:
-    """The first MAX_SHOWN, and how many there are besides. What is wrong with many rows is said once, with the first."""
+    """The first MAX_SHOWN, and how many there are besides; what is wrong with many rows is said once."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         where, _, what = problem.partition(": ")

@@ -193,3 +193,21 @@ def test_two_jobs_at_once_get_the_same(rows: Path, model: Model) -> None:
 def test_a_single_held_out_row_is_said(rows: Path, model: Model, caplog: pytest.LogCaptureFixture) -> None:
     prepared(source(rows, heldout=1), model)
     assert "a single row is held out" in caplog.text
+
+
+def test_one_key_drops_rows_that_only_the_template_refuses(
+    rows: Path, in_bytes: Callable[..., PreTrainedTokenizerFast]
+) -> None:
+    """What a source says of bad rows holds for them too, alone and in a mixture, and the message names its key."""
+    strict = "{% for m in messages %}{{ raise_exception('no') if m['content'] == 'p9' else m['content'] }}{% endfor %}"
+    model, keys = Model(in_bytes(strict)), {"chat": True, "heldout": None}
+    dropped = prepared(source(rows, bad_rows="drop", **keys), model)
+    assert dropped.reports["train"]["dropped"]["cannot be used"] == 1
+    for made, key in (
+        (source(rows, **keys), "data.bad_rows=drop"),
+        (Mix(sources={"own": source(rows, **keys), "math": Arithmetic()}), "data.sources.own.bad_rows=drop"),
+    ):
+        with pytest.raises(UserError, match=f"rows.jsonl:10: .* refuses it \\(no\\)(.|\n)* {key}$"):
+            prepared(made, model)
+    mixed = Mix(sources={"own": source(rows, bad_rows="drop", **keys), "math": Arithmetic()})
+    assert prepared(mixed, model).reports["train"]["dropped"]["cannot be used"] == 1

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignment.data.messages import RowProblem
-from alignment.data.schema import FORMS, SERVES, Reading, check_rows, formats, normalise, recognise
+from alignment.data.schema import FORMS, SERVES, Reading, check_rows, formats, normalise, recognise, shortened
 from alignment.errors import UserError
 
 Row = dict[str, Any]
@@ -557,7 +557,7 @@ def found(*rows: Any) -> list[tuple[str, Any]]:
 
 
 def test_all_bad_rows_are_in_one_error_and_the_first_twenty_are_shown() -> None:
-    rows = [{"prompt": "fine"}, *({"prompt": i} for i in range(25)), RowProblem("", "is not JSON", "mend it")]
+    rows = [{"prompt": "fine"}, *({"prompt": n} for n in range(25)), RowProblem("", "is not JSON", "mend it")]
     with pytest.raises(UserError) as caught:
         check_rows(found(*rows), "prompts")
     lines = str(caught.value).splitlines()
@@ -574,6 +574,18 @@ def test_what_is_wrong_with_many_rows_is_said_once() -> None:
         "  - f.jsonl:1, f.jsonl:2, f.jsonl:3 and 22 more: prompt: is empty: fill it in, or remove the row",
         "  - f.jsonl:26: prompt: 1 is not text: write text, or a list of messages",
     ]
+
+
+def test_rows_of_one_problem_are_told_where_the_first_is_and_counted_as_rows() -> None:
+    same = [f"f:{n}: prompt: is empty: fill it in" for n in (1, 2, 4, 5, 6)]
+    others = [f"f:{n}: completion: is empty: fill it in" for n in (3, 7, 8)]
+    assert shortened([*same[:2], others[0], *same[2:], *others[1:]]) == [
+        "f:1, f:2, f:4 and 2 more: prompt: is empty: fill it in",
+        *others,
+    ]
+    different = [f"f:{n}: n is {n}: mend it" for n in range(30)]
+    assert shortened([*different, *same])[20:] == ["... and 15 more"]
+    assert shortened([*same, *different])[20:] == ["... and 11 more"], "5 in the first line, 19 others, 11 of 35 not"
 
 
 def test_dropped_rows_are_reported_and_the_others_know_where_they_are_from() -> None:
