@@ -112,7 +112,8 @@ def _tokenise(
     def add(name: str, chosen: Any, form: Form) -> Report:
         return encode(chosen, form, model.tokenizer, into=sink(name), **options)[1]
 
-    prompts = source.load("prompts")[1][: plan.num_prompts] if plan.num_prompts else []
+    asked = heldout if plan.form == "prompts" else source.load("prompts")[1] if plan.num_prompts else []
+    prompts = asked[: plan.num_prompts]
     made: dict[str, Report] = {}
     if len(prompts):
         made["heldout_prompts"] = add("heldout_prompts", prompts, "prompts")

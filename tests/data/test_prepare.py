@@ -211,3 +211,13 @@ def test_one_key_drops_rows_that_only_the_template_refuses(
             prepared(made, model)
     mixed = Mix(sources={"own": source(rows, bad_rows="drop", **keys), "math": Arithmetic()})
     assert prepared(mixed, model).reports["train"]["dropped"]["cannot be used"] == 1
+
+
+def test_prompts_are_read_once(rows: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sampled from in evaluation is the beginning of the held-out rows, which are there already."""
+    forms: list[str] = []
+    load = Jsonl.load
+    monkeypatch.setattr(Jsonl, "load", lambda self, form: forms.append(form) or load(self, form))
+    made = prepared(source(rows), model, form="prompts")
+    assert forms == ["prompts"]
+    assert list(made.heldout_prompts) == list(made.heldout)[:2]
