@@ -400,9 +400,11 @@ class Composer:
         return expanded, Path(str(master.hydra.sweep.dir)).absolute(), problems
 
     def swept_lines(self) -> list[str]:
-        """The command's overrides for Hydra's sweeper. Before any job, Hydra composes what is not swept, with the default
-        option of a swept group: a key that only another option has is unknown to it, unless it is swept too, if only
-        over one value."""
+        """The command's overrides for Hydra's sweeper.
+
+        Before any job, Hydra composes what is not swept, with the default option of a swept group: a key that only
+        another option has is unknown to it, unless it is swept too, if only over one value.
+        """
         lines = []
         for override in self.read(self.command.lines, sweeps=True)[0]:
             inner = "." in override.key_or_group and not override.is_hydra_override() and not override.is_delete()

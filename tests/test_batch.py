@@ -93,6 +93,7 @@ def test_select_takes_some_completions_of_each_prompt() -> None:
     assert part.completion_ids.tolist() == [[2, 2], [1, 0], [6, 6], [6, 6]]
     assert part.completion_mask.sum(-1).tolist() == [2, 1, 2, 2]
     assert part.prompt_ids.tolist() == batch.prompt_ids.tolist()
+    assert part.rewards is not None
     assert (part.rewards.tolist(), part.texts) == ([1, 0, 5, 5], ["b", "a", "f", "f"])
     assert part.parts["x"].tolist() == [10, 0, 50, 50]
     assert batch.group_size == 3  # the whole stays as it was

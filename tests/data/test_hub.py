@@ -25,7 +25,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(name: Path | str, form: Any = "demonstrations", **keys: Any) -> tuple[list, list]:
+def load(name: Path | str, form: Any = "demonstrations", **keys: Any) -> tuple[Any, Any]:
     return Hub(name=str(name), **({"heldout": None} | keys)).load(form)
 
 

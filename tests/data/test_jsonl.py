@@ -25,7 +25,7 @@ def lines(rows: list[Any]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def load(path: Path, form: Any = "prompts", **options: Any) -> tuple[list, list]:
+def load(path: Path, form: Any = "prompts", **options: Any) -> tuple[Any, Any]:
     return Jsonl(path=str(path), **({"heldout": None} | options)).load(form)
 
 
