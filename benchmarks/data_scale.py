@@ -65,7 +65,9 @@ def start(file: str, num_rows: int) -> dict[str, Any]:
             "examples": len(prepared.train) + len(prepared.heldout),
             "dropped": prepared.reports["train"]["dropped"],
         }
-        made["prompt_tokens_of_every_100th"] = sum(len(prepared.train[i].prompt_ids) for i in range(0, len(prepared.train), 100))
+        made["prompt_tokens_of_every_100th"] = sum(
+            len(prepared.train[i].prompt_ids) for i in range(0, len(prepared.train), 100)
+        )
     seconds = time.perf_counter() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return made | {"seconds": round(seconds, 1), "rows_per_s": int(num_rows / seconds), "peak_rss_mib": round(peak)}
