@@ -70,8 +70,11 @@ def arguments(algorithm: str, strategy: str, folder: Path) -> list[str]:
     if says("algorithm", algorithm, "rows_per_prompt", "group_size") != "group_size":
         # Fewer rows are learned from than are sampled.
         words = [word.replace("microbatch_size=8", "microbatch_size=2") for word in words]
-    if says("ref_strategy", strategy, "moves", False) and says("algorithm", algorithm, "reference_need", "") == "beta":
-        words.append("algorithm.beta=0.1")  # what follows the policy has to be read; many of these options have beta=0
+    read = says("ref_strategy", strategy, "moves", False) or not says(
+        "ref_strategy", strategy, "provides_reference", True
+    )
+    if read and says("algorithm", algorithm, "reference_need", "") == "beta":
+        words.append("algorithm.beta=0.1")  # many of these options have beta=0, which reads no reference
     own = whole_steps(algorithm)
     return [word for word in words if not (own and word.startswith("algorithm.microbatch_size="))]
 
