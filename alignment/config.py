@@ -436,8 +436,9 @@ def _chosen_twice(choices: list[Override]) -> list[str]:
 
 
 def _nested_elsewhere(cfg: DictConfig, choices: list[Override]) -> list[str]:
-    """Choices below one that has no place for them."""
-    lines = [str(choice.input_line).lstrip("+") for choice in choices if choice.package is not None]
+    """Choices below one that has no place for them; a place that no option has is reported where the line is read."""
+    nested = [choice for choice in choices if re.fullmatch(NESTED, f"{choice.key_or_group}@{choice.package}")]
+    lines = [str(choice.input_line).lstrip("+") for choice in nested]
     if not lines or str(_value(cfg, "data._target_")).endswith(".Mix"):
         return []
     return [f"{line}: only data=mix has sources by name: type data=mix as well" for line in lines]
