@@ -680,7 +680,8 @@ def _hydra_unseen() -> Iterator[str]:
 def _run_alone(cfg: dict[str, Any], command: Command) -> Any:
     """The objective, or the error as a value: Hydra would print it in its own way."""
     try:
-        write_config(cfg, replace=command.resume is not None)
+        if command.resume is None:  # a run that goes on writes it once it is known to go on
+            write_config(cfg)
         (Path(cfg["output_dir"]) / "error.txt").unlink(missing_ok=True)  # of the sweep it may have been part of
         return jobs.run_here(cfg)
     except Exception as error:

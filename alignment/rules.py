@@ -11,6 +11,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from alignment.signatures import declared
@@ -332,6 +333,21 @@ def _multiple(value: int, of: int) -> int:
     return max(of, value // of * of)
 
 
+def resumed_run_goes_on(cfg: Config) -> Iterator[str]:
+    """A run cannot be taken back: its config would then tell of fewer steps than it made."""
+    if not get(cfg, "resume"):
+        return
+    done = max((int(file.stem) for file in Path(str(cfg["resume"]), "checkpoints").glob("*.ckpt")), default=0)
+    key, per = "algorithm.max_steps", 1
+    if says(cfg, "algorithm", "online", False):
+        per = (count(cfg, "algorithm.num_iterations") or 1) * (count(cfg, "algorithm.num_minibatches") or 1)
+        key = "algorithm.num_rollouts"
+    asked = count(cfg, key)
+    if asked and asked * per < done:
+        made = math.ceil(done / per)
+        yield f"{key}: {asked} is less than the {made} that this run has made: type {key}=<at least {made}>"
+
+
 def batch_divides(cfg: Config) -> Iterator[str]:
     batch, micro = count(cfg, "algorithm.batch_size"), count(cfg, "algorithm.microbatch_size")
     world = world_size(cfg)
@@ -471,6 +487,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     group_large_enough,
     rollout_divides,
     overlong_fits,
+    resumed_run_goes_on,
     batch_divides,
     sorted_loss_whole,
     smoothing_fits,

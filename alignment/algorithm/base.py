@@ -286,6 +286,12 @@ class OfflineModule(AlignmentModule):
         self.batch_size, self.num_epochs, self.max_steps = batch_size, num_epochs, max_steps
         self.length_window = length_window
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A finished run can be given more steps: to Lightning its one epoch was over with its last batch."""
+        super().on_load_checkpoint(checkpoint)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
+
 
 class OnlineModule(AlignmentModule):
     """An algorithm that learns from its own samples."""

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from alignment.callbacks.checkpoint import last_checkpoint
-from alignment.config import check_external
+from alignment.config import check_external, write_config
+from alignment.errors import UserError
 from alignment.experiment.curves import draw_curves
 from alignment.experiment.record import MetricsFile, write_manifest, write_summary
 from alignment.experiment.tracker import build_loggers, close_loggers
@@ -56,7 +57,7 @@ def quiet_libraries() -> None:
         ".*number of training batches.*",
         ".*LeafSpec.*",
         ".*exists and is not empty.*",
-        ".*mid-epoch.*",
+        ".*ended before the epoch ended.*",  # the stream of batches goes on at the step by itself
         ".*torch.jit.*",
         ".*sync_dist.*",  # the values are sums over all ranks already
     ):
@@ -65,9 +66,16 @@ def quiet_libraries() -> None:
 
 def record_start(cfg: dict[str, Any], assembly: Assembly, folder: Path, checkpoint: Path | None) -> None:
     """manifest.json; on resume, forget what was written after the checkpoint. One process does it."""
-    assembly.module.start_step = int(checkpoint.stem) if checkpoint else 0
+    done = assembly.module.start_step = int(checkpoint.stem) if checkpoint else 0
+    total = assembly.module.total_steps
+    if done > total:
+        raise UserError(
+            f"algorithm.num_epochs: it means {total} steps, and this run has made {done}: type a larger one"
+        )
     if not assembly.trainer.is_global_zero:
         return
+    if checkpoint is not None:
+        write_config(cfg, replace=True)
     write_manifest(folder, seed=cfg["seed"], data=assembly.fingerprints)
     if checkpoint is None:
         write_data_report(assembly.sets, assembly.data.reports, assembly.module.source.tokenizer, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,9 @@ GOOD: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toyrules.py").write_text(CLASSES)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "00000007.ckpt").touch()
+    monkeypatch.setenv("TOY_RUN", str(tmp_path / "run"))
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures.load.cache_clear()
 
@@ -112,6 +116,11 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def reference(name: str, **changes: Any) -> dict[str, Any]:
     return config(ref_strategy={"_target_": f"toyrules.{name}"}, **changes)
+
+
+def resumed(**changes: Any) -> dict[str, Any]:
+    """A run that has made 7 steps and goes on."""
+    return config(resume=os.environ["TOY_RUN"], **changes)
 
 
 # rule: (changed config, key of the message, what it tells to type)
@@ -239,6 +248,20 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         # 12 tokens at most; the paper's share is a fifth
         (lambda: config(algorithm__overlong_tokens=13), "algorithm.overlong_tokens", "algorithm.overlong_tokens=2"),
         (lambda: config(algorithm__overlong_tokens=0), "algorithm.overlong_tokens", "algorithm.overlong_tokens=2"),
+    ],
+    "resumed_run_goes_on": [
+        (lambda: resumed(algorithm__num_rollouts=6), "algorithm.num_rollouts", "algorithm.num_rollouts=<at least 7>"),
+        # 7 steps of 2 each are 4 rollouts, the last one unfinished
+        (
+            lambda: resumed(algorithm=ONLINE | {"num_rollouts": 3, "num_iterations": 2}),
+            "algorithm.num_rollouts",
+            "algorithm.num_rollouts=<at least 4>",
+        ),
+        (
+            lambda: resumed(algorithm=OFFLINE | {"max_steps": 6}),
+            "algorithm.max_steps",
+            "algorithm.max_steps=<at least 7>",
+        ),
     ],
     "batch_divides": [
         (

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import run
+from alignment.errors import UserError
 
 ROOT = Path(run.__file__).parent
 BASE = ["model=tiny", "trainer.precision=32-true", "trainer.enable_progress_bar=false", "rollout.max_new_tokens=6"]
@@ -154,6 +155,33 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_metrics(
             for name in ("whole", "killed")
         )
         assert [row for row in whole if int(row["step"])] == [row for row in killed if int(row["step"])]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value"),
+    [
+        (GRPO, "algorithm.num_rollouts", "2"),
+        ([*DPO, *DROPOUT], "algorithm.max_steps", "2"),
+        ([*SFT, "algorithm.max_steps=null", "algorithm.num_epochs=0.5"], "algorithm.num_epochs", "0.25"),
+    ],
+)
+def test_a_finished_run_is_given_more_steps_and_never_fewer(
+    tmp_path: Path, algorithm: list[str], key: str, value: str
+) -> None:
+    words = [*algorithm, "algorithm.lr_schedule=constant", "evaluation.num_prompts=4", "evaluation.every=1"]
+    train(tmp_path / "whole", *words)
+    train(tmp_path / "longer", *words, f"{key}={value}")
+    short = (tmp_path / "longer" / "config.yaml").read_text()
+    more = next(word for word in reversed(algorithm) if word.startswith(f"{key}="))
+    run.run([f"resume={tmp_path / 'longer'}", more])
+    assert_same_weights(tmp_path / "whole", tmp_path / "longer")
+    assert [row["step"] for row in rows(tmp_path / "longer")] == [row["step"] for row in rows(tmp_path / "whole")]
+    long = (tmp_path / "longer" / "config.yaml").read_text()
+    assert short != long
+
+    with pytest.raises(UserError, match=rf"{key}: .* this run has made"):
+        run.run([f"resume={tmp_path / 'longer'}", f"{key}={value}"])
+    assert (tmp_path / "longer" / "config.yaml").read_text() == long
 
 
 def kill_at_second_checkpoint(folder: Path, words: list[str]) -> None:
