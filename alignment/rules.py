@@ -388,7 +388,13 @@ def trainer_owned(cfg: Config) -> Iterator[str]:
             yield f"trainer.{name}: follows from other keys, a second value would contradict them: type {hint}"
 
 
+# Tasks that train nothing: what an algorithm needs to learn is not asked for.
+SPEAK_ONLY = {f"alignment.task.{name}.run" for name in ("generate", "evaluate", "chat")}
+
+
 def rewards_given(cfg: Config) -> Iterator[str]:
+    if get(cfg, "task._target_") in SPEAK_ONLY:
+        return
     if says(cfg, "algorithm", "online", False) and "reward" in cfg and not cfg["reward"]:
         yield f"reward: {algorithm_name(cfg)} learns from rewards of its samples, none is chosen: type reward=accuracy"
 
