@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alignment import config
+from alignment import config, pipeline
 from alignment.errors import ConfigError, Interrupted, UserError
 
 
@@ -16,6 +16,8 @@ def run(argv: Sequence[str]) -> Any:
     """Do what a command line says. Returns the task's objective (a list for a sweep), raises what went wrong."""
     if argv[:1] == ["--job"]:
         return config.run_saved(Path(argv[1]))
+    if pipeline.is_asked(argv):
+        return pipeline.run(argv, run)
     command = config.parse(argv)
     if command.flags.help:
         return print(config.show_help(command))
