@@ -35,6 +35,7 @@ ROWS: dict[str, set[str]] = {
     "experiment": {"numpy", "pandas", "matplotlib", "scipy", "lightning", "wandb", "torch", "yaml"},
     "config": {"hydra", "omegaconf", "yaml"},
     "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"},
+    "pipeline": {"yaml"},
 }
 # Files beside the packages that belong to a row of another name: what composes, checks and starts runs.
 ROW_OF: dict[str, str] = dict.fromkeys(("help", "jobs", "rules", "signatures", "validate"), "config")
