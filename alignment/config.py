@@ -679,12 +679,18 @@ def _hydra_unseen() -> Iterator[str]:
 
 def _run_alone(cfg: dict[str, Any], command: Command) -> Any:
     """The objective, or the error as a value: Hydra would print it in its own way."""
+    folder = Path(cfg["output_dir"])
     try:
         if command.resume is None:  # a run that goes on writes it once it is known to go on
             write_config(cfg)
-        (Path(cfg["output_dir"]) / "error.txt").unlink(missing_ok=True)  # of the sweep it may have been part of
+        (folder / "error.txt").unlink(missing_ok=True)  # of the attempt that is resumed
+    except Exception as error:
+        return error
+    try:
         return jobs.run_here(cfg)
     except Exception as error:
+        if jobs.is_first_process():
+            jobs.record_failure(folder, error)
         return error
 
 

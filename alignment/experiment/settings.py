@@ -54,6 +54,11 @@ class Comparison:
     overall: Estimate  # interquartile mean over every run, resampled within settings
     caution: str
 
+    @property
+    def left_out(self) -> Table:
+        """The runs that no number of it comes from; `reason` says why."""
+        return self.table[self.table["reason"] != ""]
+
 
 def compare(
     runs: Sequence[Run], *, metric: str | None = None, baseline: str | None = None, level: float = 0.95
@@ -68,10 +73,11 @@ def compare(
     names = short_names(keys)
     metric = _metric(done, metric)
     table = run_table(runs, keys)
+    unmeasured = (table["status"] == DONE) & table[metric].isna()
+    table.loc[unmeasured, "reason"] = f"it has not measured {metric}"
     groups: dict[str, list[Any]] = {}
-    for _, row in table[table["status"] == DONE].iterrows():
-        if metric in row and not pd.isna(row[metric]):
-            groups.setdefault(label_of(row, list(names.values())), []).append(row)
+    for _, row in table[(table["status"] == DONE) & ~unmeasured].iterrows():
+        groups.setdefault(label_of(row, list(names.values())), []).append(row)
     settings = [_setting(label, rows, list(names.values()), metric, level) for label, rows in groups.items()]
     base = _baseline(baseline, settings)
     differences = compare_to({s.label: s.by_seed for s in settings}, base, level=level)

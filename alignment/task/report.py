@@ -49,19 +49,18 @@ def run(
 def tell(comparison: Comparison, folder: Path) -> None:
     """The table, and every run that is not in it, in the log."""
     log.info("\n%s", markdown(comparison))
-    for _, row in comparison.table[comparison.table["status"] != DONE].iterrows():
+    for _, row in comparison.left_out.iterrows():
         log.warning("%s is left out: %s (%s)", row["run"], row["status"], row["reason"])
     log.info("tables, figures and report.html are in %s", folder)
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
     best = comparison.settings[0]
-    left_out = int((comparison.table["status"] != DONE).sum())
     found = {"metric": comparison.metric, "best": best.label, "mean": best.estimate.value}
     found |= {"low": _known(best.estimate.low), "high": _known(best.estimate.high), "baseline": comparison.baseline}
     return found | {
         "num_runs": len(comparison.table),
-        "num_left_out": left_out,
+        "num_left_out": len(comparison.left_out),
         "num_settings": len(comparison.settings),
     }
 

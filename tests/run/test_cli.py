@@ -70,10 +70,11 @@ def test_the_exit_code_reaches_the_shell(command: Callable[..., subprocess.Compl
 
 
 def test_an_unexpected_error_shows_where_it_was(
-    toy: list[str], command: Callable[..., subprocess.CompletedProcess[str]]
+    toy: list[str], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    done = command(*toy, "seed=2")
+    done = command(*toy, "seed=2", "output_dir=out")
     assert done.returncode == 1
+    assert (tmp_path / "out" / "error.txt").read_text().startswith("ValueError: seed two\n")
     assert "toy_task.py" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: seed two\nis odd")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -39,6 +40,17 @@ def test_a_sweep_becomes_tables_figures_and_a_page(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "| beta | seeds | val/accuracy |" in said
     assert "sweep/3 is left out: unfinished" in said
+
+
+def test_a_run_without_the_metric_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = sweep(tmp_path / "sweep")
+    (place / "0" / "summary.json").write_text(json.dumps({"val/loss": 0.5}))
+    result = run.run(["task=report", f"runs={place}", f"output_dir={tmp_path / 'report'}", "task.metric=val/accuracy"])
+    assert result["num_left_out"] == 1
+    assert "sweep/0 is left out: done (it has not measured val/accuracy)" in capsys.readouterr().out
+    assert "it has not measured val/accuracy" in (tmp_path / "report" / "report.html").read_text()
+    reasons = pd.read_csv(tmp_path / "report" / "runs.csv")["reason"].tolist()
+    assert [isinstance(reason, str) for reason in reasons] == [True, False, False, False]
 
 
 def test_several_places_and_a_chosen_baseline(tmp_path: Path) -> None:
