@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> Any:
         return print(config.show_help(command))
     if command.shows:
         return config.show(command)
-    return config.launch(config.preflight(command))
+    return config.launch(config.rehearse(config.preflight(command)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import difflib
 import functools
+import json
 import os
 import re
 import sys
@@ -37,9 +38,12 @@ from omegaconf.errors import OmegaConfBaseException
 from alignment import help as manual
 from alignment import jobs, rules, signatures
 from alignment.errors import ConfigError, Interrupted, UserError
-from alignment.validate import CONF, MAY_BE_EMPTY, SECTIONS, SEVERAL, check_external, validate
+from alignment.validate import CONF, MAY_BE_EMPTY, SECTIONS, SEVERAL, external_problems, validate
 
-__all__ = ["build", "check_external", "how_to_resume", "launch", "parse", "preflight", "run_saved", "show", "show_help"]
+__all__ = [
+    "build", "external_problems", "how_to_resume", "launch", "parse", "preflight", "rehearse", "run_saved", "show",
+    "show_help",
+]  # fmt: skip
 
 VERSION_BASE = "1.3"
 # Seconds that checking the jobs of a sweep may take; the others are checked as each starts.
@@ -195,6 +199,7 @@ class Job:
 
     folder: Path
     problems: list[str]
+    cfg: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -377,7 +382,7 @@ class Composer:
         except ERRORS as error:
             return Job(Path(), [*problems, f"output_dir: {_in_one_line(error)}: type output_dir=<folder>"])
         plain, more = resolve(cfg)
-        return Job(folder, [*problems, *more, *validate(plain), *_folder_problems(folder, self.command)])
+        return Job(folder, [*problems, *more, *validate(plain), *_folder_problems(folder, self.command)], plain)
 
     def sweep(self) -> tuple[list[list[str]], Path, list[str]]:
         """The overrides of every job as Hydra's sweeper will expand them, and the sweep's folder."""
@@ -555,6 +560,8 @@ class Plan:
     overrides: list[str]
     folder: Path
     num_jobs: int = 1
+    # Of every job that was checked, its words and its config.
+    jobs: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
 
 def preflight(command: Command) -> Plan:
@@ -567,10 +574,8 @@ def preflight(command: Command) -> Plan:
             plan, found = _preflight_sweep(session)
         else:
             job = session.job(command.lines)
-            plan, found = (
-                Plan(command, [*command.lines, f"hydra.run.dir={quote(job.folder)}"], job.folder),
-                job.problems,
-            )
+            overrides, found = [*command.lines, f"hydra.run.dir={quote(job.folder)}"], job.problems
+            plan = Plan(command, overrides, job.folder, jobs=[(command.lines, job.cfg)])
     if problems or found:
         raise ConfigError(list(dict.fromkeys([*problems, *found])))
     return plan
@@ -579,29 +584,51 @@ def preflight(command: Command) -> Plan:
 def _preflight_sweep(session: Composer) -> tuple[Plan, list[str]]:
     lists, folder, problems = session.sweep()
     found: dict[str, list[int]] = {}
-    started, checked = time.monotonic(), 0
+    started, checked = time.monotonic(), []
     for number, lines in enumerate(lists):
         if checked and time.monotonic() - started > SWEEP_BUDGET:
             print(
-                f"checked {checked} of {len(lists)} jobs before the start, the others as each starts", file=sys.stderr
+                f"checked {len(checked)} of {len(lists)} jobs before the start, the others as each starts",
+                file=sys.stderr,
             )
             break
-        for problem in dict.fromkeys(session.job([*lines, f"hydra.sweep.dir={quote(folder)}"], number).problems):
+        job = session.job([*lines, f"hydra.sweep.dir={quote(folder)}"], number)
+        for problem in dict.fromkeys(job.problems):
             found.setdefault(problem, []).append(number)
-        checked += 1
+        checked.append((lines, job.cfg))
     overrides = [*session.swept_lines(), f"hydra.sweep.dir={quote(folder)}"]
-    plan = Plan(session.command, overrides, folder, len(lists))
-    return plan, problems + [_of_jobs(problem, numbers, lists[:checked]) for problem, numbers in found.items()]
+    plan = Plan(session.command, overrides, folder, len(lists), checked)
+    return plan, problems + [_of_jobs(problem, numbers, plan) for problem, numbers in found.items()]
 
 
-def _of_jobs(problem: str, numbers: list[int], lists: list[list[str]]) -> str:
+def _of_jobs(problem: str, numbers: list[int], plan: Plan) -> str:
     """A problem with the jobs that have it, where others do not."""
-    if len(numbers) == len(lists):
+    if len(numbers) == len(plan.jobs):
         return problem
-    words = [[line for line in lists[number] if not line.startswith("hydra.")] for number in numbers[:2]]
+    words = [[line for line in plan.jobs[number][0] if not line.startswith("hydra.")] for number in numbers[:2]]
     which = [f"job {number} ({' '.join(line)})" for number, line in zip(numbers, words, strict=False)]
     more = [f"{len(numbers) - 2} more"] if len(numbers) > 2 else []
     return f"[{', '.join(which + more)}] {problem}"
+
+
+def rehearse(plan: Plan) -> Plan:
+    """Let the task of every job say what its parts refuse when they are made. ConfigError with all of it.
+
+    What is heavy is imported by now, as the run needs it anyway; still no weight is loaded and no row is read.
+    """
+    found: dict[str, list[int]] = {}
+    known: dict[str, list[str]] = {}
+    for number, (_, cfg) in enumerate(plan.jobs):
+        key = json.dumps(
+            {name: value for name, value in cfg.items() if name not in ("seed", "output_dir")}, default=str
+        )
+        if key not in known:
+            known[key] = jobs.rehearse(cfg)
+        for problem in known[key]:
+            found.setdefault(problem, []).append(number)
+    if found:
+        raise ConfigError([_of_jobs(problem, numbers, plan) for problem, numbers in found.items()])
+    return plan
 
 
 # ---- showing -------------------------------------------------------------------------------------------------------
@@ -698,7 +725,7 @@ def _run_in_sweep(cfg: dict[str, Any], problems: list[str]) -> Any:
     """Like `_run_alone`, and a failure is told and recorded at once, so that the sweep can go on."""
     folder = Path(cfg["output_dir"])
     try:
-        if problems := problems + validate(cfg):
+        if problems := problems + validate(cfg) or jobs.rehearse(cfg):
             raise ConfigError(problems)
         write_config(cfg)
         return jobs.run_here(cfg) if rules.world_size(cfg) == 1 else jobs.run_apart(cfg)

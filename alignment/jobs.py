@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from alignment.errors import Interrupted, UserError
@@ -37,10 +38,20 @@ def is_launched_from_outside() -> bool:
 
 
 def task_of(cfg: dict[str, Any]) -> Callable[..., Any]:
+    module, _, name = cfg["task"]["_target_"].rpartition(".")
+    return getattr(_imported(module), name)
+
+
+def rehearse(cfg: dict[str, Any]) -> list[str]:
+    """What the task says against the config before it starts: its module's `problems(cfg)`, if it has one."""
+    problems = getattr(_imported(cfg["task"]["_target_"].rpartition(".")[0]), "problems", None)
+    return list(problems(cfg)) if problems else []
+
+
+def _imported(module: str) -> ModuleType:
     for name in ("bitsandbytes", "matplotlib"):  # what they say while they are imported is no news to anybody
         logging.getLogger(name).setLevel(logging.ERROR)
-    module, _, name = cfg["task"]["_target_"].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return importlib.import_module(module)
 
 
 def run_here(cfg: dict[str, Any]) -> Any:

@@ -17,7 +17,6 @@ import yaml
 
 from alignment import help as manual
 from alignment import rules, signatures
-from alignment.errors import ConfigError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -121,8 +120,8 @@ def _compare(path: str, section: Mapping[str, Any], key: str, default: Any) -> I
             yield signatures.wrong_type(path, section[key], [words[type(default)]])
 
 
-def check_external(cfg: dict[str, Any]) -> None:
-    """Bind the targets of other packages, now that importing them is paid for. ConfigError with every problem."""
+def external_problems(cfg: dict[str, Any]) -> list[str]:
+    """What the targets of other packages do not take, now that importing them is paid for."""
     problems = []
     for key, node, target, passed in _targets(cfg):
         if target.startswith(f"{signatures.PACKAGE}."):
@@ -139,5 +138,4 @@ def check_external(cfg: dict[str, Any]) -> None:
         given = set(node) - signatures.HYDRA_KEYS
         why = f"{target} takes no such key"
         problems += [signatures.unknown(f"{key}.{name}", names, why) for name in sorted(given - names)]
-    if problems:
-        raise ConfigError(problems)
+    return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -21,6 +22,17 @@ from alignment.model.logprobs import TokenScores, completion_logprobs
 from alignment.ref_strategy.base import Reference
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+
+
+def refusal(error: ValueError, **keys: str) -> UserError:
+    """What a loss has against its options, under the config's keys; `keys`: those that it knows by another name."""
+    text = str(error)
+    for option, key in keys.items():
+        text = re.sub(rf"\b{option}\b", key, text)
+    option, _, rest = text.partition(" must be ")
+    if rest and option.isidentifier():
+        return UserError(f"algorithm.{option}: must be {rest}: type algorithm.{option}=<such a number>")
+    return UserError(f"algorithm.loss: {text}")
 
 
 class AlignmentModule(L.LightningModule):
@@ -289,8 +301,9 @@ class OfflineModule(AlignmentModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A finished run can be given more steps: to Lightning its one epoch was over with its last batch."""
         super().on_load_checkpoint(checkpoint)
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
+        if "loops" in checkpoint:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
 
 
 class OnlineModule(AlignmentModule):

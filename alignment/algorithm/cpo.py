@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from alignment.algorithm.base import refusal
 from alignment.algorithm.pairs import PairModule
 from alignment.batch import Batch
-from alignment.errors import UserError
 from alignment.losses.cpo import CPO_LOSSES
 from alignment.losses.options import choose
 
@@ -28,7 +28,7 @@ class CPO(PairModule):
         try:
             self.pair_loss = choose(CPO_LOSSES, loss, beta=beta, label_smoothing=label_smoothing or None)
         except ValueError as error:
-            raise UserError(f"algorithm.loss: {error}") from error
+            raise refusal(error) from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logprobs = self.scores(batch).logprobs

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from alignment.algorithm.base import refusal
 from alignment.algorithm.pairs import PairModule
 from alignment.batch import Batch
 from alignment.errors import UserError
@@ -69,7 +70,7 @@ class DPO(PairModule):
             losses = {name: pair_loss(name, beta=beta, **options) for name in names}
             self.pair_loss = weighted_losses(losses, _weights(names, loss_weights))
         except ValueError as error:
-            raise UserError(f"algorithm.loss: {error}") from error
+            raise refusal(error, alpha="divergence_alpha") from error
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         scores = self.scores(batch, *(["log_sum_sq_probs"] if self.wpo else []))

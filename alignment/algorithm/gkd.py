@@ -12,6 +12,7 @@ from alignment.batch import Batch
 from alignment.errors import UserError
 from alignment.losses.distill import generalized_jsd
 from alignment.model.compare import compare_tokens
+from alignment.model.hf import named
 from alignment.ref_strategy.frozen import Frozen
 
 
@@ -32,7 +33,10 @@ class GKD(OfflineModule):
         self.teacher_source, self.on_policy_share = teacher, lmbda
         self.divergence = functools.partial(generalized_jsd, beta=beta, temperature=temperature)
         self.teacher = Frozen()
-        check_same_tokens(self.source.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
+        with named("algorithm.teacher"):
+            teacher.check()
+            theirs = teacher.tokenizer.get_vocab()
+        check_same_tokens(self.source.tokenizer.get_vocab(), theirs)
 
     def configure_model(self) -> None:
         if self.policy is None:

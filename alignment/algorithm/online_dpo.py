@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from alignment.algorithm.base import OnlineModule
+from alignment.algorithm.base import OnlineModule, refusal
 from alignment.batch import Batch
 from alignment.errors import UserError
 from alignment.losses.dpo import Pairs, pair_loss, pair_stats, pairs_from_tokens
@@ -41,7 +41,7 @@ class OnlineDPO(OnlineModule):
             options = {"label_smoothing": label_smoothing or None, "length_average": length_average}
             self.pair_loss = pair_loss(loss, beta=beta, **options)
         except ValueError as error:
-            raise UserError(f"algorithm.loss: {error}") from error
+            raise refusal(error) from error
         if self.microbatch_size % 2:
             raise UserError(
                 "algorithm.microbatch_size: the two answers of a pair are learned from together: type "

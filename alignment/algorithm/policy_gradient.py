@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from alignment.algorithm.base import OnlineModule
+from alignment.algorithm.base import OnlineModule, refusal
 from alignment.batch import Batch
 from alignment.errors import UserError
 from alignment.losses.entropy import entropy_threshold, top_entropy_mask
@@ -110,7 +110,7 @@ class PolicyGradientModule(OnlineModule):
             function = choose({name: loss.function for name, loss in LOSSES.items()}, name, **options)
             function(torch.zeros(1, 1), None, torch.zeros(shape), torch.ones(1, 1, dtype=torch.bool))  # its own checks
         except ValueError as error:
-            raise UserError(f"algorithm.loss: {error}") from error
+            raise refusal(error) from error
         if name == "reinforce" and self.steps_per_rollout > 1:
             raise UserError(
                 "algorithm.loss: reinforce is for samples of the current policy, and a rollout is learned from in "

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from alignment.algorithm.base import refusal
 from alignment.algorithm.pairs import PairModule
 from alignment.batch import Batch
 from alignment.errors import UserError
@@ -32,7 +33,7 @@ class TPO(PairModule):
         try:
             self.pair_loss = choose(TPO_LOSSES, loss, beta=beta, gamma_beta_ratio=gamma_beta_ratio)
         except ValueError as error:
-            raise UserError(f"algorithm.loss: {error}") from error
+            raise refusal(error) from error
 
     def setup(self, stage: str) -> None:
         """Before weights load: all lists have one length, which the encoding has seen to, and it must be three."""

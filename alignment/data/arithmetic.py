@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from alignment.data.messages import turn
 from alignment.data.schema import Form
-from alignment.data.split import hold_out
+from alignment.data.split import hold_out, num_held_out
 from alignment.errors import UserError
 
 SIGNS = {"+": "+", "-": "-", "*": "*"}
@@ -68,6 +68,11 @@ class Arithmetic:
             raise UserError(f"data.operations: {unknown[0]!r} is none of + - *: type 'data.operations=[+,*]'")
         if self.low > self.high:
             raise UserError(f"data.low: {self.low} is above data.high={self.high}: type data.low={self.high}")
+        if num_held_out(heldout, self._total, "data.heldout") >= self._total:
+            raise UserError(
+                f"data.heldout: {heldout} of {self._total} problems leaves none to train on: type data.heldout=0.25, "
+                "or data.high=<larger> for more problems"
+            )
         if "{a}" not in question or "{b}" not in question or ("{op}" not in question and len(self.operations) > 1):
             raise UserError("data.question: it must contain {a}, {b} and {op}: type 'data.question=\"{a} {op} {b} =\"'")
 
@@ -88,11 +93,14 @@ class Arithmetic:
         train, heldout = ([row for problem in part for row in self._rows(problem, form)] for part in parts)
         return train, heldout
 
+    @property
+    def _total(self) -> int:
+        return min(len(self.operations) * (self.high - self.low + 1) ** 2, self.num_problems)
+
     def _problems(self) -> list[Problem]:
         """Every problem once, shuffled; where there are more than wanted, a draw without replacement."""
         width = self.high - self.low + 1
-        total = len(self.operations) * width * width
-        drawn = random.Random(self.seed).sample(range(total), min(total, self.num_problems))
+        drawn = random.Random(self.seed).sample(range(len(self.operations) * width * width), self._total)
         problems = []
         for number in drawn:
             rest, b = divmod(number, width)

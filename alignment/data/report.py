@@ -200,7 +200,10 @@ def _imbalance(train: Numbers) -> list[str]:
 def _few_heldout(sets: Mapping[str, Numbers]) -> list[str]:
     heldout = {name: numbers["examples"] for name, numbers in sets.items() if name != "train"}
     if not heldout:
-        return ["nothing is held out, so nothing will be measured on unseen rows: data.heldout=0.05"]
+        rows = max(1, round(sets["train"]["examples"] / 10))
+        return [
+            f"nothing is held out, so nothing will be measured on unseen rows: data.heldout={rows} is a tenth of them"
+        ]
     few = {name: count for name, count in heldout.items() if count < FEW_HELDOUT}
     return [
         f"{count} {name.replace('_', ' ')} examples are few: a share measured on them has a standard error of up to "

@@ -60,7 +60,7 @@ def order_of(key: str, seed: int) -> int:
 
 def held_out(order: array[int], share: float | int | None, *, name: str) -> bytearray:
     """Of every row, whether it is held out, from the order of its group; otherwise as `hold_out`."""
-    wanted = _count(share, len(order), name)
+    wanted = num_held_out(share, len(order), name)
     chosen: set[int] = set()
     for value, group in groupby(sorted(order) if wanted else ()):
         size = sum(1 for _ in group)
@@ -75,7 +75,8 @@ def held_out(order: array[int], share: float | int | None, *, name: str) -> byte
     return held
 
 
-def _count(share: float | int | None, total: int, name: str) -> int:
+def num_held_out(share: float | int | None, total: int, name: str) -> int:
+    """About how many of `total` rows a share, or a number, means. UserError, naming the key, where it is neither."""
     if share is None:
         return 0
     whole = isinstance(share, int)

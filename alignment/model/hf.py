@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -102,6 +104,27 @@ class HFModel:
         if self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1:
             raise UserError(f"model.path: there is no folder {self.path}: type model.path=<folder or hub name>")
         return self.path
+
+    def check(self, *, scorer: bool = False) -> None:
+        """UserError where what is named cannot be what is meant, as far as folders on this machine tell.
+
+        scorer: it is to carry a head of scores, so that one may be there already.
+        """
+        if type(self) is HFModel and (folder := Path(self.folder)).is_dir() and not scorer:
+            _no_scorer(folder, "config.json", "model.path")
+        if self.adapter_path is None:
+            return
+        folder = Path(self.adapter_path).expanduser()
+        if folder.is_dir() and not (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"model.adapter_path: {folder} has no adapter_config.json: type model.adapter_path=<model/ of a run>"
+            )
+        if not folder.is_dir() and (self.adapter_path.startswith(("/", ".", "~")) or self.adapter_path.count("/") > 1):
+            raise UserError(
+                f"model.adapter_path: there is no folder {folder}: type model.adapter_path=<model/ of a run>"
+            )
+        if folder.is_dir() and not scorer:
+            _no_scorer(folder, "adapter_config.json", "model.adapter_path")
 
     def _fetch(self, load: Callable[..., Any], **options: Any) -> Any:
         """`load(folder, ...)`, with an error that says what to type where nothing can be found there."""
@@ -209,6 +232,7 @@ class HFModel:
         return model.eval()
 
     def _load(self, quantization_config: Any) -> PreTrainedModel:
+        self.check()
         config = self._fetch(AutoConfig.from_pretrained)
         _set_dropout(config, self.dropout)
         options = {"config": config, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
@@ -431,6 +455,25 @@ def _peft_warnings() -> Iterator[None]:
         warnings.filterwarnings("error", message=".*ensure_weight_tying.*", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Messages about a model that is not the policy, under its own key of the config."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"\bmodel\.(?=\w*path\b)", f"{key}.", str(error))) from error
+
+
+def _no_scorer(folder: Path, file: str, key: str) -> None:
+    """UserError where the folder's settings are those of a reward model or another classifier."""
+    settings = json.loads((folder / file).read_text(encoding="utf-8"))
+    kinds = [*(settings.get("architectures") or []), str(settings.get("task_type") or "")]
+    if kind := next((kind for kind in kinds if kind.endswith(("Classification", "_CLS"))), None):
+        raise UserError(
+            f"{key}: {folder} gives scores ({kind}), it is no language model: type {key}=<a language model>"
+        )
 
 
 def _checked(folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from alignment.batch import Example, collate
 from alignment.errors import UserError
-from alignment.model.hf import HFModel
+from alignment.model.hf import HFModel, named
 from alignment.model.scorer import completion_scores
 
 
@@ -44,13 +43,13 @@ class RewardModel:
                 "then type reward.model.path=<that folder>"
             )
         self.source = HFModel(path, adapter="none", dtype=dtype)
-        with _named():
+        with named("reward.model"):
             self.source.folder  # noqa: B018 (told at once, not at the first rollout)
 
     @cached_property
     def model(self) -> nn.Module:
         """The weights, loaded when they are first needed."""
-        with _named():
+        with named("reward.model"):
             model = self.source.frozen_scorer()
         return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -119,12 +118,3 @@ def _batches(texts: list[tuple[list[int], list[int]]], size: int) -> Iterator[li
     for count, alike in groupby(examples, key=lambda example: len(example.completions)):
         rows, step = list(alike), max(1, size // count)
         yield from (rows[i : i + step] for i in range(0, len(rows), step))
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Messages about the model's folder, under the key that the user has typed."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", "reward.model.path")) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from alignment.config import build
 from alignment.data.datamodule import AlignmentData, OfflineData, OnlineData
 from alignment.data.prepare import prepare
 from alignment.data.store import ExampleFile, described
+from alignment.errors import UserError
 from alignment.experiment.record import Samples
 from alignment.reward.combine import RewardSet
+from alignment.rules import says
 from alignment.strategy.precision import pick_precision
 
 log = logging.getLogger("alignment")
@@ -88,6 +90,38 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, world_size=world_size)
     every = cfg["evaluation"]["every"] * steps_per_rollout(cfg, module.online)
     return Assembly(module, data, trainer, samples, every)
+
+
+def assembly_problems(cfg: dict[str, Any]) -> list[str]:
+    """What the parts of a run refuse when they are made, all of it: no weight is loaded and no row is read."""
+    found, parts = part_problems(cfg, scorer=not says(cfg, "algorithm", "samples", True))
+    if not found:
+        passed = {"source": parts["model"], "reference": parts["ref_strategy"], "optimizer": parts["optimizer"]}
+        _made(found, lambda: build(cfg["algorithm"], callbacks=[], **passed))
+    return found
+
+
+def part_problems(cfg: dict[str, Any], *, scorer: bool = False) -> tuple[list[str], dict[str, Any]]:
+    """The same for all but the algorithm, and the parts. scorer: the model is to carry a head of scores."""
+    found: list[str] = []
+    groups = ("model", "ref_strategy", "optimizer", "rollout", "data")
+    parts = {group: _made(found, lambda group=group: build(cfg[group])) for group in groups}
+    if parts["model"] is not None:
+        _made(found, lambda: parts["model"].check(scorer=scorer))
+    for node in cfg["reward"].values():
+        reward = _made(found, lambda node=node: build(node))
+        if hasattr(reward, "close"):
+            reward.close()
+    return found, parts
+
+
+def _made(found: list[str], make: Callable[[], Any]) -> Any:
+    """What `make` returns; None where it refuses, with the reason added to `found`."""
+    try:
+        return make()
+    except UserError as error:
+        found.append(str(error))
+        return None
 
 
 def build_module(cfg: dict[str, Any], source) -> AlignmentModule:

@@ -30,7 +30,7 @@ from alignment.experiment.statistics import NUM_RESAMPLES, Estimate, mean_interv
 from alignment.losses.selection import pass_at_k
 from alignment.model.hf import HFModel
 from alignment.reward.combine import RewardSet, Scores
-from alignment.task.inference import Inference, build_rewards, one_device, prompts
+from alignment.task.inference import Inference, build_rewards, inference_problems, prompts
 
 log = logging.getLogger("alignment")
 # Values of each metric, one per prompt (or document): what an interval is made of.
@@ -55,12 +55,7 @@ def run(
     and the KL of the model from it, in nats per completion, over its own samples. With `text`: perplexity over the
     tokens of a file's rows. `harness`: tasks of lm-eval-harness. Intervals are over prompts, 95 %.
     """
-    one_device(cfg)
     other = _other(cfg, against)
-    if harness and importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "task.harness: lm-eval-harness is not installed: type pip install 'lm_eval[hf]', or task.harness=[]"
-        )
     folder, values, found = Path(cfg["output_dir"]), defaultdict(list), {}
     with contextlib.closing(build_rewards(cfg)) as rewards:
         model = Inference(cfg)
@@ -86,6 +81,20 @@ def run(
     write_summary(folder, found)
     log.info("evaluated.jsonl and summary.json are in %s", folder)
     return found | {"output_dir": str(folder)}
+
+
+def problems(cfg: dict[str, Any]) -> list[str]:
+    """What can be said before the model loads."""
+    found = inference_problems(cfg)
+    try:
+        _other(cfg, cfg["task"]["against"])
+    except UserError as error:
+        found.append(str(error))
+    if cfg["task"]["harness"] and importlib.util.find_spec("lm_eval") is None:
+        found.append(
+            "task.harness: lm-eval-harness is not installed: type pip install 'lm_eval[hf]', or task.harness=[]"
+        )
+    return found
 
 
 def estimated(name: str, estimate: Estimate) -> dict[str, float]:

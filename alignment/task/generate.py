@@ -15,10 +15,9 @@ from typing import Any, Literal, TextIO
 from tqdm import tqdm
 
 from alignment.batch import Batch
-from alignment.errors import UserError
 from alignment.experiment.record import plain, write_summary
 from alignment.reward.combine import Scores
-from alignment.task.inference import Inference, build_rewards, one_device, prompts
+from alignment.task.inference import Inference, build_rewards, inference_problems, prompts
 
 log = logging.getLogger("alignment")
 Line = dict[str, Any]
@@ -41,11 +40,6 @@ def run(
     that score so much or more. Both leave out completions that were cut at the length limit, which have no end to
     learn, and the same text twice.
     """
-    one_device(cfg)
-    if keep and not cfg["reward"]:
-        raise UserError(
-            f"task.keep: {keep} goes by scores and there is no reward: type reward=accuracy, or task.keep=null"
-        )
     folder, totals = Path(cfg["output_dir"]), Totals()
     with contextlib.ExitStack() as stack:
         rewards = stack.enter_context(contextlib.closing(build_rewards(cfg)))
@@ -72,6 +66,13 @@ def run(
         log.info("%-24s %s", name, f"{value:.4f}" if isinstance(value, float) else value)
     log.info("%s in %s", "generated.jsonl and kept.jsonl are" if keep else "generated.jsonl is", folder)
     return found | {"output_dir": str(folder)}
+
+
+def problems(cfg: dict[str, Any]) -> list[str]:
+    """What can be said before the model loads."""
+    keep = cfg["task"]["keep"]
+    why = f"task.keep: {keep} goes by scores and there is no reward: type reward=accuracy, or task.keep=null"
+    return inference_problems(cfg) + ([why] if keep and not cfg["reward"] else [])
 
 
 def _write(file: TextIO, line: Line) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from alignment.batch import Batch, Example
 from alignment.callbacks.rollout import rank_seed, to_batch
-from alignment.config import build
+from alignment.config import build, external_problems
 from alignment.data.prepare import prepare
 from alignment.errors import UserError
 from alignment.model.hf import AUTOCAST
 from alignment.model.logprobs import completion_logprobs
 from alignment.reward.combine import RewardSet
 from alignment.strategy.precision import pick_precision
+from alignment.task.assemble import part_problems
 
 log = logging.getLogger("alignment")
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -95,14 +96,16 @@ def prompts(cfg: dict[str, Any], source: Any, split: str, num_prompts: int | Non
     )
     examples = (prepared.train if split == "train" else prepared.heldout_prompts)[:num_prompts]
     if not len(examples):
-        what = "nothing is held out: type task.split=train, or data.heldout=<a share or number of rows>"
+        what = "nothing is held out: type task.split=train, or data.heldout=0.1"
         raise UserError(
             f"task.split: {what if split == 'heldout' else 'the data have no training rows: see data.path'}"
         )
     return examples
 
 
-def one_device(cfg: dict[str, Any]) -> None:
-    """UserError where several devices are asked for."""
+def inference_problems(cfg: dict[str, Any]) -> list[str]:
+    """What can be said against a task that samples, before the model loads."""
+    found = external_problems(cfg) or part_problems(cfg)[0]
     if cfg["trainer"]["devices"] * cfg["trainer"]["num_nodes"] > 1:
-        raise UserError("trainer.devices: this task uses one device: type trainer.devices=1 trainer.num_nodes=1")
+        found.append("trainer.devices: this task uses one device: type trainer.devices=1 trainer.num_nodes=1")
+    return found

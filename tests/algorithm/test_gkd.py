@@ -42,7 +42,7 @@ VOCABULARY = {f"<{n}>": n for n in range(64)}
 
 def source() -> SimpleNamespace:
     tokenizer = SimpleNamespace(get_vocab=lambda: dict(VOCABULARY))
-    return SimpleNamespace(shared_prompt="auto", head_chunk_tokens=8, tokenizer=tokenizer)
+    return SimpleNamespace(check=lambda: None, shared_prompt="auto", head_chunk_tokens=8, tokenizer=tokenizer)
 
 
 def module(

@@ -166,7 +166,7 @@ def test_the_rows_encode(in_bytes: Any, form: Any, num_examples: int, num_comple
         ({"low": 5, "high": 4}, "data.low: 5 is above data.high=4"),
         ({"question": "sum?"}, "data.question: it must contain"),
         ({"question": "{a}, {b}", "operations": ["+", "-"]}, "data.question: it must contain"),
-        ({"heldout": 81}, "data.heldout: 81 of 81 rows leaves none"),
+        ({"heldout": 81}, "data.heldout: 81 of 81 problems leaves none"),
     ],
 )
 def test_keys_that_cannot_work_are_refused(keys: dict[str, Any], words: str) -> None:
