@@ -228,8 +228,9 @@ class Composer:
         found = self.loader.get_group_options(group, kind, config_name=None, overrides=search)
         return [name for name in found if not name.startswith("_") and name != "hydra"]
 
-    def settle(self, lines: Sequence[str]) -> tuple[DictConfig | None, DictConfig | None, list[str]]:
-        """Compose with what is good of the overrides: the config, Hydra's own part, the problems of the rest.
+    def settle(self, lines: Sequence[str]) -> tuple[DictConfig | None, DictConfig | None, list[str], set[str]]:
+        """Compose with what is good of the overrides: the config, Hydra's own part, the problems of the rest, and the
+        groups whose option is not the one that was meant.
 
         The choices are composed by Hydra, once for all jobs that share them; keys are then set one by one, so that a
         bad one hides no other.
@@ -239,19 +240,22 @@ class Composer:
         keys = [o for o in overrides if o not in choices and not o.is_hydra_override()]
         checked = [(choice, self._choice_problem(choice)) for choice in choices]
         problems += [problem for _, problem in checked if problem] + _chosen_twice(choices)
+        unsettled = {choice.package or choice.key_or_group for choice, problem in checked if problem}
         good = {choice.get_key_element(): str(choice.input_line) for choice, problem in checked if not problem}
         machinery = [str(override.input_line) for override in overrides if override.is_hydra_override()]
         whole, more = self._compose_what_works([*machinery, *good.values()])
         problems += more
         if whole is None:
-            return None, None, problems
+            return None, None, problems, unsettled
         cfg = OmegaConf.masked_copy(whole, [str(name) for name in whole if name != "hydra"])
         OmegaConf.set_struct(cfg, True)
         problems += _nested_elsewhere(cfg, choices)
-        problems += [problem for override in keys if (problem := self._set(cfg, override))]
+        lost = tuple(f"{place}." for place in unsettled)
+        known = [key for key in keys if not key.get_key_element().lstrip("+~").startswith(lost)]
+        problems += [problem for override in known if (problem := self._set(cfg, override))]
         with read_write(whole.hydra):
             whole.hydra.job.override_dirname = _dirname(whole, [*choices, *keys])
-        return cfg, whole, problems
+        return cfg, whole, problems, unsettled
 
     # -- reading overrides --
     def read(self, lines: Sequence[str], *, sweeps: bool = False) -> tuple[list[Override], list[str]]:
@@ -374,7 +378,7 @@ class Composer:
     # -- jobs --
     def job(self, lines: Sequence[str], number: int | None = None) -> Job:
         """Compose and check one job; `number` is its place in a sweep."""
-        cfg, whole, problems = self.settle(lines)
+        cfg, whole, problems, unsettled = self.settle(lines)
         if cfg is None or whole is None:
             return Job(Path(), problems)
         try:
@@ -382,7 +386,11 @@ class Composer:
         except ERRORS as error:
             return Job(Path(), [*problems, f"output_dir: {_in_one_line(error)}: type output_dir=<folder>"])
         plain, more = resolve(cfg)
-        return Job(folder, [*problems, *more, *validate(plain), *_folder_problems(folder, self.command)], plain)
+        return Job(
+            folder,
+            [*problems, *more, *validate(plain, without=unsettled), *_folder_problems(folder, self.command)],
+            plain,
+        )
 
     def sweep(self) -> tuple[list[list[str]], Path, list[str]]:
         """The overrides of every job as Hydra's sweeper will expand them, and the sweep's folder."""
@@ -640,8 +648,10 @@ def show_help(command: Command) -> str:
         return manual.details(CONF, command.overrides)
     except LookupError as error:
         word = str(error.args[0])
-        names = [name for group in manual.groups(CONF) for name in (group, *manual.options(CONF, group))]
-        near = difflib.get_close_matches(word.rpartition("=")[2], names, 1)
+        group, _, option = word.rpartition("=")
+        groups = [group] if group in manual.groups(CONF) else list(manual.groups(CONF))
+        names = [name for known in groups for name in ([] if group else [known]) + list(manual.options(CONF, known))]
+        near = difflib.get_close_matches(option, names, 1) or ([group] if group in groups else [])
         raise ConfigError([f"{word}: there is no such group or option: type --help {''.join(near)}".rstrip()]) from None
 
 
@@ -651,7 +661,7 @@ def show(command: Command) -> None:
     flags.overrides = [] if flags.hydra_help or flags.shell_completion else [*command.machinery]
     if flags.cfg:
         with composer(command) as session:
-            _, whole, problems = session.settle(command.lines)
+            _, whole, problems, _ = session.settle(command.lines)
             problems += _line_problems(command)
             if problems or whole is None:
                 raise ConfigError(problems)

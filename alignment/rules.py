@@ -230,8 +230,20 @@ def moving_reference_used(cfg: Config) -> Iterator[str]:
         yield f"ref_strategy: the reference follows the policy, but nothing in the loss reads it: type {ways}"
 
 
+def planned_steps(cfg: Config) -> int | None:
+    """Optimizer steps of a run, where its config alone tells."""
+    if not says(cfg, "algorithm", "online", False):
+        return count(cfg, "algorithm.max_steps")
+    rollouts = count(cfg, "algorithm.num_rollouts")
+    return rollouts and rollouts * steps_per_rollout(cfg)
+
+
+def steps_per_rollout(cfg: Config) -> int:
+    return (count(cfg, "algorithm.num_iterations") or 1) * (count(cfg, "algorithm.num_minibatches") or 1)
+
+
 def adapter_for_reference(cfg: Config) -> Iterator[str]:
-    adapter = get(cfg, "model.adapter", "none")
+    adapter = get(cfg, "model.adapter", "none") if "model" in cfg else "not known"
     if says(cfg, "ref_strategy", "needs_adapter", False) and adapter in (None, "none"):
         without = "ref_strategy=frozen" if needs_reference(cfg) else "ref_strategy=none"
         yield (
@@ -241,7 +253,8 @@ def adapter_for_reference(cfg: Config) -> Iterator[str]:
 
 
 def adapter_for_critic(cfg: Config) -> Iterator[str]:
-    if get(cfg, "algorithm.critic") == "adapter" and get(cfg, "model.adapter", "none") in (None, "none"):
+    adapter = get(cfg, "model.adapter", "none") if "model" in cfg else "not known"
+    if get(cfg, "algorithm.critic") == "adapter" and adapter in (None, "none"):
         yield (
             "algorithm.critic: its adapter would share a base that model.adapter=none trains: type"
             " algorithm.critic=model, or model.adapter=lora"
@@ -270,6 +283,36 @@ def adapter_leaves_base_alone(cfg: Config) -> Iterator[str]:
             f"model.lora.bias: bias={bias} trains biases of the base, which stay when the adapter is switched off: type"
             " ref_strategy=frozen, or model.lora.bias=none"
         )
+
+
+def policy_can_be_served(cfg: Config) -> Iterator[str]:
+    """An engine outside this process has the base from its folder and gets the adapter: nothing else may change."""
+    if not says(cfg, "rollout", "adapters_only", False):
+        return
+    if get(cfg, "model.adapter", "none") in (None, "none"):
+        yield (
+            "rollout: the server is sent adapters, but model.adapter=none trains all weights: type model.adapter=lora,"
+            " or rollout=hf"
+        )
+        return
+    plain = {"use_dora": False, "modules_to_save": None, "bias": "none"}
+    for name, value in plain.items():
+        if get(cfg, f"model.lora.{name}", value) not in (value, None, False, []):
+            told = {False: "false", None: "null"}.get(value, value)
+            yield f"model.lora.{name}: a vLLM server cannot load such an adapter: type model.lora.{name}={told}"
+    init = get(cfg, "model.lora.init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(("pissa", "olora")) and not get(cfg, "model.adapter_path"):
+        yield (
+            f"model.lora.init_lora_weights: {init} changes the base weights, and the server keeps those of the folder:"
+            " type model.lora.init_lora_weights=true, or rollout=hf"
+        )
+    if says(cfg, "algorithm", "reference_sample", False):
+        switched_off = says(cfg, "ref_strategy", "needs_adapter", False) and not get(cfg, "model.adapter_path")
+        if not switched_off:
+            yield (
+                f"rollout: {algorithm_name(cfg)} samples from the reference too, which the server has as base alone:"
+                " type ref_strategy=lora model.adapter_path=null, or rollout=hf"
+            )
 
 
 def group_large_enough(cfg: Config) -> Iterator[str]:
@@ -338,13 +381,10 @@ def resumed_run_goes_on(cfg: Config) -> Iterator[str]:
     if not get(cfg, "resume"):
         return
     done = max((int(file.stem) for file in Path(str(cfg["resume"]), "checkpoints").glob("*.ckpt")), default=0)
-    key, per = "algorithm.max_steps", 1
-    if says(cfg, "algorithm", "online", False):
-        per = (count(cfg, "algorithm.num_iterations") or 1) * (count(cfg, "algorithm.num_minibatches") or 1)
-        key = "algorithm.num_rollouts"
-    asked = count(cfg, key)
-    if asked and asked * per < done:
-        made = math.ceil(done / per)
+    online = says(cfg, "algorithm", "online", False)
+    key, per = ("algorithm.num_rollouts", steps_per_rollout(cfg)) if online else ("algorithm.max_steps", 1)
+    if (planned_steps(cfg) or done) < done:
+        asked, made = get(cfg, key), math.ceil(done / per)
         yield f"{key}: {asked} is less than the {made} that this run has made: type {key}=<at least {made}>"
 
 
@@ -490,6 +530,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     adapter_for_reference,
     adapter_for_critic,
     adapter_leaves_base_alone,
+    policy_can_be_served,
     group_large_enough,
     rollout_divides,
     overlong_fits,

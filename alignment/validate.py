@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ SEVERAL = {"reward", "logger"}
 MAY_BE_EMPTY = {"reward", "logger", "experiment", "pipeline"}
 
 
-def validate(cfg: dict[str, Any]) -> list[str]:
-    """Every problem of a plain, resolved config."""
+def validate(cfg: dict[str, Any], *, without: Collection[str] = ()) -> list[str]:
+    """Every problem of a plain, resolved config. without: groups whose option is not the one that was meant."""
     found = [*_schema_problems(cfg)]
     for key, node, target, passed in _targets(cfg):
         found += signatures.bind(key, node, target, passed)
     reported = {message.split(":", 1)[0] for message in found}
-    return found + [message for message in rules.problems(cfg) if message.split(":", 1)[0] not in reported]
+    known = {group: node for group, node in cfg.items() if group not in without}
+    found += [message for message in rules.problems(known) if message.split(":", 1)[0] not in reported]
+    return [message for message in found if re.split(r"[.:]", message)[0] not in without]
 
 
 def _targets(cfg: dict[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str, set[str]]]:

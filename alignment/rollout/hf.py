@@ -76,7 +76,7 @@ class HFEngine:
             self._copy = self._try_copy(policy) if self._compute_dtype else None
         elif self._copy is not None:
             self._copy.refresh(policy)
-        self._state = _state_of(policy)
+        self._state = state_of(policy)
 
     def _choose(self, policy: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
         """Number format of the copy, None = no copy: none is asked for, or it would equal the policy."""
@@ -106,7 +106,7 @@ class HFEngine:
             self.sync(policy)
         if self._copy is None or self._synced is None or self._synced() is not policy:
             return policy
-        if self._state != _state_of(policy):
+        if self._state != state_of(policy):
             self.sync(policy)
         return self._copy.model
 
@@ -143,11 +143,11 @@ class HFEngine:
         )
         model = self._model_for(policy)
         causal = causal_lm(model)
-        _check(settings, prompts, group_size, _num_positions(causal.config))
+        check_request(settings, prompts, group_size, _num_positions(causal.config))
         rows = [Row(i, prompts[i // group_size]) for i in range(len(prompts) * group_size)]
         groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
         decoder = Decoder(causal, settings, self.max_batch)
-        with _sampling(model, autocast=model is policy):
+        with evaluating(model, autocast=model is policy):
             try:
                 decoder.run([Context(prompt, group) for prompt, group in zip(prompts, groups, strict=True)])
             finally:
@@ -156,7 +156,7 @@ class HFEngine:
 
 
 @contextmanager
-def _sampling(model: nn.Module, *, autocast: bool) -> Iterator[None]:
+def evaluating(model: nn.Module, *, autocast: bool) -> Iterator[None]:
     """No gradients, eval mode, each module's own mode restored whatever happens. Autocast only for what needs it."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device.type
@@ -172,7 +172,7 @@ def _sampling(model: nn.Module, *, autocast: bool) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _check(settings: Settings, prompts: Sequence[Sequence[int]], group_size: int, limit: int | None) -> None:
+def check_request(settings: Settings, prompts: Sequence[Sequence[int]], group_size: int, limit: int | None) -> None:
     ranges = [
         ("max_new_tokens", settings.max_new_tokens >= 1, "at least 1", "64"),
         ("temperature", settings.temperature >= 0, "0 (greedy) or more", "1.0"),
@@ -200,7 +200,7 @@ def _num_positions(config) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def _state_of(policy: nn.Module) -> tuple:
+def state_of(policy: nn.Module) -> tuple:
     """Changes when weights are updated in place, replaced, or another adapter is switched on."""
     weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in policy.parameters()]
     # The attributes of PEFT's layers; its own properties of these names are methods on some models.

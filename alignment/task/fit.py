@@ -79,6 +79,13 @@ def record_start(cfg: dict[str, Any], assembly: Assembly, folder: Path, checkpoi
         )
     if not assembly.trainer.is_global_zero:
         return
+    if assembly.module.reference.moves and (every := cfg["ref_strategy"]["every"]) > total:
+        log.warning(
+            "the reference never follows the policy: first at step %d, and the run has %d: type ref_strategy.every=%d",
+            every,
+            total,
+            max(1, total // 4),
+        )
     if checkpoint is not None:
         write_config(cfg, replace=True)
     write_manifest(folder, seed=cfg["seed"], data=assembly.fingerprints)

@@ -105,6 +105,10 @@ def test_a_group_shows_its_options(conf: Path) -> None:
 def test_what_is_not_there_is_told(conf: Path) -> None:
     with pytest.raises(LookupError, match="plum"):
         manual.details(conf, ["plum"])
+    with pytest.raises(ConfigError, match="algorithm=dpoo: there is no such group or option: type --help dpo"):
+        config.show_help(config.parse(["--help", "algorithm=dpoo"]))
+    with pytest.raises(ConfigError, match="algorithm=nope: there is no such group or option: type --help algorithm"):
+        config.show_help(config.parse(["--help", "algorithm=nope"]))
     with pytest.raises(ConfigError, match="dpoo: there is no such group or option: type --help dpo"):
         config.show_help(config.parse(["--help", "dpoo"]))
 

@@ -29,7 +29,7 @@ def jobs(*argv: str) -> list[dict[str, Any]]:
         lists, _, unreadable = session.sweep() if command.multirun else ([command.lines], Path(), [])
         assert unreadable == []
         for number, lines in enumerate(lists):
-            cfg, whole, wrong = session.settle(lines)
+            cfg, whole, wrong, _ = session.settle(lines)
             assert cfg is not None, wrong
             assert whole is not None
             assert wrong == []
@@ -95,6 +95,14 @@ def test_a_bad_command_line_is_refused_with_what_to_type(argv: list[str], key: s
     (message,) = problems(*argv)
     assert message.startswith(f"{key}: ")
     assert hint in re.split(r"[:?] type ", message)[-1]
+
+
+def test_a_choice_that_is_not_there_hides_no_other_problem_and_makes_none() -> None:
+    """What belongs to it, or follows from another option in its place, cannot be judged."""
+    words = ["algorithm=dpoo", "algorithm.label_smoothing=0.1", "ref_strategy=precompute", "seed=-1", "model.adaptr=x"]
+    found = problems(*words)
+    assert [problem.split(":")[0] for problem in found] == ["algorithm", "model.adaptr", "seed"]
+    assert found[0].endswith("type algorithm=dpo")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def composed() -> Iterator[Composed]:
     with config.composer(config.parse([])) as session:
 
         def compose(*overrides: str) -> tuple[dict[str, Any], list[str]]:
-            cfg, whole, problems = session.settle(overrides)
+            cfg, whole, problems, _ = session.settle(overrides)
             assert cfg is not None, problems
             assert whole is not None
             config._place(whole, None)

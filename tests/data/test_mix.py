@@ -218,7 +218,7 @@ CHOICES = ("data=mix", "data@data.sources.math=arithmetic", "data@data.sources.c
 
 
 def settled(session: config.Composer, *lines: str) -> tuple[dict[str, Any], list[str]]:
-    cfg, whole, problems = session.settle(lines)
+    cfg, whole, problems, _ = session.settle(lines)
     assert cfg is not None
     assert whole is not None
     config._place(whole, None)

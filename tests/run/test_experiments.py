@@ -26,7 +26,7 @@ def test_each_is_accepted_as_it_stands() -> None:
     """Names, types, numbers and combinations; nothing is loaded."""
     with config.composer(config.parse([])) as session:
         for name in EXPERIMENTS:
-            cfg, whole, problems = session.settle([f"experiment={name}"])
+            cfg, whole, problems, _ = session.settle([f"experiment={name}"])
             assert cfg is not None, problems
             assert whole is not None
             config._place(whole, None)
