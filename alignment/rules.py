@@ -47,6 +47,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "warmup_ratio": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "num_epochs": ("more than 0", lambda x: 0 < x < math.inf),
     "temperature": ("more than 0", lambda x: 0 < x < math.inf),
+    "timeout": ("more than 0", lambda x: 0 < x < math.inf),
     "top_p": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
     "top_k": ("at least 0 (0 = all tokens)", lambda x: x >= 0),
     "seed": ("at least 0 and at most 4294967295", lambda x: 0 <= x < 2**32),
@@ -72,6 +73,8 @@ COUNTS = {
     "max_new_tokens",
     "kl_horizon",
     "max_batch",
+    "max_requests",
+    "num_tries",
     "head_chunk_tokens",
     "max_prompt_tokens",
     "max_completion_tokens",
@@ -154,6 +157,11 @@ def needs_reference(cfg: Config) -> bool:
     return need == "required" or (need == "beta" and (number(cfg, "algorithm.beta") or 0) > 0)
 
 
+def _only_speaks(cfg: Config) -> bool:
+    """A task that trains nothing: what an algorithm needs to learn is not asked for."""
+    return get(cfg, "task._target_") in {f"alignment.task.{name}.run" for name in ("generate", "evaluate", "chat")}
+
+
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, Mapping):
         for name, value in node.items():
@@ -180,7 +188,8 @@ def numbers_in_range(cfg: Config) -> Iterator[str]:
     for key, value in _numbers(cfg):
         name = key.rpartition(".")[2]
         if name in BOUNDS:
-            words, holds = EVALUATION_TEMPERATURE if key == "evaluation.temperature" else BOUNDS[name]
+            greedy = key == "evaluation.temperature" or (key == "rollout.temperature" and _only_speaks(cfg))
+            words, holds = EVALUATION_TEMPERATURE if greedy else BOUNDS[name]
             if not holds(value):
                 words = words if math.isfinite(value) else f"finite, {words}"
                 yield f"{key}: {value} must be {words}: type {key}=<a number, {words}>"
@@ -306,13 +315,11 @@ def policy_can_be_served(cfg: Config) -> Iterator[str]:
             f"model.lora.init_lora_weights: {init} changes the base weights, and the server keeps those of the folder:"
             " type model.lora.init_lora_weights=true, or rollout=hf"
         )
-    if says(cfg, "algorithm", "reference_sample", False):
-        switched_off = says(cfg, "ref_strategy", "needs_adapter", False) and not get(cfg, "model.adapter_path")
-        if not switched_off:
-            yield (
-                f"rollout: {algorithm_name(cfg)} samples from the reference too, which the server has as base alone:"
-                " type ref_strategy=lora model.adapter_path=null, or rollout=hf"
-            )
+    if says(cfg, "algorithm", "samples_in_process", False):
+        yield (
+            f"rollout: {algorithm_name(cfg)} samples from models that the server is not sent, or at every step: type"
+            " rollout=hf"
+        )
 
 
 def group_large_enough(cfg: Config) -> Iterator[str]:
@@ -428,12 +435,8 @@ def trainer_owned(cfg: Config) -> Iterator[str]:
             yield f"trainer.{name}: follows from other keys, a second value would contradict them: type {hint}"
 
 
-# Tasks that train nothing: what an algorithm needs to learn is not asked for.
-SPEAK_ONLY = {f"alignment.task.{name}.run" for name in ("generate", "evaluate", "chat")}
-
-
 def rewards_given(cfg: Config) -> Iterator[str]:
-    if get(cfg, "task._target_") in SPEAK_ONLY:
+    if _only_speaks(cfg):
         return
     if says(cfg, "algorithm", "online", False) and "reward" in cfg and not cfg["reward"]:
         yield f"reward: {algorithm_name(cfg)} learns from rewards of its samples, none is chosen: type reward=accuracy"

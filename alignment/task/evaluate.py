@@ -64,7 +64,8 @@ def run(
         chunks = [examples[start : start + batch_size] for start in range(0, len(examples), batch_size)]
         mine = sampled(model, chunks, num_samples, rewards, values)
         found |= perplexity(model, texts, "perplexity") | run_harness(model, harness, batch_size)
-        logprobs = [model.logprobs(batch, temperature=model.engine.temperature) for batch, _ in mine] if other else []
+        temperature = model.engine.temperature or 1.0  # what is drawn greedily is compared by the plain distributions
+        logprobs = [model.logprobs(batch, temperature=temperature) for batch, _ in mine] if other else []
         del model
         gc.collect()
         theirs: list[Judged] = []
@@ -177,7 +178,7 @@ def compare(
     """Win rate over the other model and KL from it, a number per prompt. `logprobs`: the model's own of its samples."""
     for (batch, scores), (_, others), own in zip(mine, theirs, logprobs, strict=True):
         size = batch.group_size
-        gaps = (own - model.logprobs(batch, temperature=model.engine.temperature)).sum(-1).tolist()
+        gaps = (own - model.logprobs(batch, temperature=model.engine.temperature or 1.0)).sum(-1).tolist()
         for start in range(0, len(batch), size):
             part = slice(start, start + size)
             values["against/kl"].append(statistics.fmean(gaps[part]))

@@ -56,8 +56,10 @@ def test_numbers_are_those_of_its_samples(tmp_path: Path, trained: Path) -> None
     assert [line["completions"] for line in lines] != [line["against"] for line in lines]
 
 
-def test_against_itself_nothing_differs(tmp_path: Path, trained: Path) -> None:
-    result, lines = evaluate(tmp_path / "out", f"model.adapter_path={trained}", f"task.against={trained}")
+@pytest.mark.parametrize("temperature", [1.0, 0])
+def test_against_itself_nothing_differs(tmp_path: Path, trained: Path, temperature: float) -> None:
+    words = [f"model.adapter_path={trained}", f"task.against={trained}", f"rollout.temperature={temperature}"]
+    result, lines = evaluate(tmp_path / "out", *words)
     assert result["against/kl"] == 0.0
     assert result["against/win_rate"] == 0.5
     assert all(line["completions"] == line["against"] for line in lines)
