@@ -261,6 +261,16 @@ def adapter_for_reference(cfg: Config) -> Iterator[str]:
         )
 
 
+def adapter_for_strategy(cfg: Config) -> Iterator[str]:
+    """Weights in 4 bit cannot be trained themselves, and heads of scores are not read from them."""
+    if not says(cfg, "strategy", "needs_adapter", False):
+        return
+    if "model" in cfg and get(cfg, "model.adapter", "none") in (None, "none"):
+        yield "strategy: weights in 4 bit cannot be trained, as model.adapter=none would: type model.adapter=lora"
+    if not says(cfg, "algorithm", "samples", True):
+        yield f"strategy: {algorithm_name(cfg)} trains a head of scores, not on weights in 4 bit: type strategy=auto"
+
+
 def adapter_for_critic(cfg: Config) -> Iterator[str]:
     adapter = get(cfg, "model.adapter", "none") if "model" in cfg else "not known"
     if get(cfg, "algorithm.critic") == "adapter" and adapter in (None, "none"):
@@ -531,6 +541,7 @@ RULES: list[Callable[[Config], Iterator[str]]] = [
     reference_known_in_advance,
     moving_reference_used,
     adapter_for_reference,
+    adapter_for_strategy,
     adapter_for_critic,
     adapter_leaves_base_alone,
     policy_can_be_served,

@@ -91,6 +91,8 @@ class HFModel:
         if init.startswith("pissa_niter"):
             raise UserError(f"{key}: {init}: its random start cannot be repeated on loading: type {key}=pissa")
         self._compact_dtype = None if self.frozen_dtype in ("auto", None) else self.frozen_dtype
+        # Of every language model that is built here, policy and frozen copies alike; set by strategies.
+        self.quantization_config: Any = None
 
     # ---- where it is ------------------------------------------------------------------------------------------------
     @property
@@ -187,6 +189,7 @@ class HFModel:
         Fresh adapters are drawn from torch's global generator: seed it first. Base weights stored in 4 or 8 bit need a
         transformers `quantization_config`, and an adapter.
         """
+        quantization_config = quantization_config or self.quantization_config
         if quantization_config is not None and self.adapter == "none":
             raise UserError("model.adapter: 4 or 8 bit weights cannot be trained themselves: type model.adapter=lora")
         model: nn.Module = self._load(quantization_config)
@@ -224,7 +227,7 @@ class HFModel:
 
         It needs no gradient, so a `quantization_config` works without an adapter too.
         """
-        model: nn.Module = self._load(quantization_config)
+        model: nn.Module = self._load(quantization_config or self.quantization_config)
         if self.adapter_path:
             model = self._existing_adapter(model, trainable=False)
         model.requires_grad_(False)

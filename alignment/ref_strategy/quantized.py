@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
 
+from alignment.model.quantization import quantization
 from alignment.ref_strategy.base import Reference
 
 
@@ -30,13 +29,3 @@ class Quantized(Reference):
     def scoring_model(self, policy: nn.Module) -> Iterator[nn.Module]:
         assert self.model is not None, "attach() comes before the first reference pass"
         yield self.model
-
-
-def quantization(bits: int) -> BitsAndBytesConfig:
-    """transformers' configuration of a bitsandbytes model in 4 or 8 bit."""
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )

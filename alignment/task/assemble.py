@@ -78,6 +78,8 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     )
     log.info("precision %s: %s", precision, reason)
     source.compact_for(precision)
+    strategy = build(cfg["strategy"])
+    strategy.prepare(source)
     module = build_module(cfg, source)
     data = build_data(cfg, module)
     samples = Samples(folder)
@@ -87,7 +89,8 @@ def assemble(cfg: dict[str, Any], loggers: list) -> Assembly:
     ]
     if cfg["trainer"]["enable_progress_bar"]:
         callbacks.append(RunProgress(module.total_steps))
-    trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, world_size=world_size)
+    devices = strategy.trainer_arguments(accelerator=cfg["trainer"]["accelerator"], world_size=world_size)
+    trainer = build_trainer(cfg, module, callbacks, loggers, precision=precision, devices=devices)
     every = cfg["evaluation"]["every"] * steps_per_rollout(cfg, module.online)
     return Assembly(module, data, trainer, samples, every)
 
@@ -219,14 +222,13 @@ def build_trainer(
     loggers: list,
     *,
     precision: str,
-    world_size: int,
+    devices: dict[str, Any],
 ) -> L.Trainer:
     arguments = cfg["trainer"] | {"precision": precision}
     accumulate, every = accumulation(cfg, module), cfg["evaluation"]["every"]
-    strategy = build(cfg["strategy"]).trainer_arguments(accelerator=arguments["accelerator"], world_size=world_size)
     return L.Trainer(
         **arguments,
-        **strategy,
+        **devices,
         **schedule(module, accumulate, every),
         accumulate_grad_batches=accumulate,
         callbacks=callbacks,

@@ -57,7 +57,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (
         ".*does not have many workers.*",
-        ".*modules in eval mode.*",
+        ".*in eval mode at the start.*",
         ".*number of training batches.*",
         ".*LeafSpec.*",
         ".*exists and is not empty.*",

@@ -40,6 +40,7 @@ class Inference:
         )
         log.info("precision %s: %s", precision, reason)
         self.source.compact_for(precision)
+        build(cfg["strategy"]).prepare(self.source)
         on_gpu = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.autocast = getattr(torch, AUTOCAST[precision]) if precision in AUTOCAST else None

@@ -45,6 +45,11 @@ class Frozen: ...
 class Adapter:
     needs_adapter = True
 
+class Scores:
+    reference_need = "required"
+    data_form = "pairs"
+    samples = False
+
 class Nothing:
     provides_reference = False
 
@@ -53,6 +58,13 @@ class Stored:
 
 class Moving:
     moves = True
+
+class Serving:
+    adapters_only = True
+
+class Sampling:
+    online = True
+    samples_in_process = True
 
 class Prompts:
     forms = ("prompts", "demonstrations")
@@ -122,6 +134,12 @@ def resumed(**changes: Any) -> dict[str, Any]:
     """A run that has made 7 steps and goes on."""
     return config(resume=os.environ["TOY_RUN"], **changes)
 
+
+def served(**changes: Any) -> dict[str, Any]:
+    return config(rollout=GOOD["rollout"] | {"_target_": "toyrules.Serving"}, **changes)
+
+
+SAMPLING = ONLINE | {"_target_": "toyrules.Sampling"}
 
 # rule: (changed config, key of the message, what it tells to type)
 CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
@@ -198,6 +216,20 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
             "model.adapter=lora or ref_strategy=none",
         ),
     ],
+    "adapter_for_strategy": [
+        (
+            lambda: config(strategy={"_target_": "toyrules.Adapter"}, model__adapter="none"),
+            "strategy",
+            "model.adapter=lora",
+        ),
+        (
+            lambda: config(
+                strategy={"_target_": "toyrules.Adapter"}, algorithm=OFFLINE | {"_target_": "toyrules.Scores"}
+            ),
+            "strategy",
+            "strategy=auto",
+        ),
+    ],
     "adapter_for_critic": [
         (
             lambda: config(algorithm__critic="adapter", model__adapter="none"),
@@ -217,6 +249,14 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
             "ref_strategy=frozen",
         ),
         (lambda: reference("Adapter", model__lora__bias="all"), "model.lora.bias", "ref_strategy=frozen"),
+    ],
+    "policy_can_be_served": [
+        (lambda: served(model__adapter="none"), "rollout", "model.adapter=lora"),
+        (lambda: served(model__lora__use_dora=True), "model.lora.use_dora", "model.lora.use_dora=false"),
+        (lambda: served(model__lora__modules_to_save=["x"]), "model.lora.modules_to_save", "modules_to_save=null"),
+        (lambda: served(model__lora__bias="all"), "model.lora.bias", "model.lora.bias=none"),
+        (lambda: served(model__lora__init_lora_weights="olora"), "model.lora.init_lora_weights", "rollout=hf"),
+        (lambda: served(algorithm=SAMPLING), "rollout", "rollout=hf"),
     ],
     "group_large_enough": [
         (lambda: config(algorithm__group_size=1), "algorithm.group_size", "algorithm.group_size=2"),
@@ -355,6 +395,9 @@ def test_a_rule_refuses(name: str, make: Callable[[], dict[str, Any]], key: str,
         lambda: reference("Stored", algorithm=OFFLINE, model__lora__bias="all"),
         lambda: reference("Moving", algorithm=OFFLINE),
         lambda: config(model__lora__init_lora_weights="pissa"),
+        served,
+        lambda: config(algorithm=SAMPLING),
+        lambda: served(model__lora__init_lora_weights="pissa", model__adapter_path="runs/sft"),
         lambda: config(data={"_target_": "toyrules.Prompts"}),
         lambda: config(algorithm__microbatch_size=4),
         lambda: config(algorithm__num_minibatches=2, trainer__devices=2, algorithm__microbatch_size=8),
