@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alignment import config, pipeline
+from alignment import config, pipeline, sweep
 from alignment.errors import ConfigError, Interrupted, UserError
 
 
@@ -18,6 +18,8 @@ def run(argv: Sequence[str]) -> Any:
         return config.run_saved(Path(argv[1]))
     if pipeline.is_asked(argv):
         return pipeline.run(argv, run)
+    if sweep.is_asked(argv):
+        return sweep.run(argv, run)
     command = config.parse(argv)
     if command.flags.help:
         return print(config.show_help(command))

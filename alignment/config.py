@@ -789,6 +789,8 @@ def _report(plan: Plan) -> None:
 def how_to_resume(error: Interrupted) -> str:
     if (error.folder / "pipeline.json").is_file():
         return f"interrupted. To go on with the stage that was cut off: python run.py resume={error.folder}"
+    if (error.folder / "sweep.json").is_file():
+        return f"interrupted. To go on with the trial that was cut off: python run.py resume={error.folder}"
     if any((error.folder / "checkpoints").glob("*.ckpt")):
         return f"interrupted. To go on from its last checkpoint: python run.py resume={error.folder}"
     return f"interrupted before the first checkpoint (checkpoint.every): there is nothing to resume in {error.folder}"

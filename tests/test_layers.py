@@ -36,6 +36,7 @@ ROWS: dict[str, set[str]] = {
     "config": {"hydra", "omegaconf", "yaml"},
     "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"},
     "pipeline": {"yaml"},
+    "sweep": {"yaml"},
 }
 # Files beside the packages that belong to a row of another name: what composes, checks and starts runs.
 ROW_OF: dict[str, str] = dict.fromkeys(("help", "jobs", "rules", "signatures", "validate"), "config")
