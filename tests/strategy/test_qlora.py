@@ -10,6 +10,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
 
 import run
@@ -30,7 +31,7 @@ def rounded(source: HFModel) -> Any:
     quantised = {
         name: bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).float()
         for name, module in policy.named_modules()
-        if type(module).__name__ == "Linear4bit"
+        if isinstance(module, Linear4bit)
     }
     source.quantization_config = None
     torch.manual_seed(0)
