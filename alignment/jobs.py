@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from alignment.errors import Interrupted, UserError
 
@@ -49,9 +51,23 @@ def rehearse(cfg: dict[str, Any]) -> list[str]:
 
 
 def _imported(module: str) -> ModuleType:
+    _go_offline_without_network()
     for name in ("bitsandbytes", "matplotlib"):  # what they say while they are imported is no news to anybody
         logging.getLogger(name).setLevel(logging.ERROR)
     return importlib.import_module(module)
+
+
+def _go_offline_without_network() -> None:
+    """Where the hub's name cannot be looked up, its libraries would try for 40 seconds what they cannot do: let them
+    take what is cached, or say at once that it is not there. A proxy may know the name, so with one nothing is done."""
+    proxies = {name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")}
+    if proxies or "HF_HUB_OFFLINE" in os.environ:
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def run_here(cfg: dict[str, Any]) -> Any:

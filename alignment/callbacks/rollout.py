@@ -35,7 +35,7 @@ class RolloutCallback(L.Callback):
         self.num_eval_samples, self.eval_temperature = num_eval_samples, eval_temperature
         self._synced_step: tuple[int, int] | None = None
         self.num_draws = 0  # times that prompts were taken; in checkpoints
-        self._told_of_missing = False
+        self._told_of_missing = self._told_of_unscorable = False
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if not module.online:
@@ -184,7 +184,8 @@ class RolloutCallback(L.Callback):
         scores = self.rewards(batch.texts, rows)
         for name, count in self.rewards.counters.items():
             module.meter.total(f"reward/{name}", count - before.get(name, 0))
-        if scores.total and all(value is None for value in scores.total):
+        if scores.total and all(value is None for value in scores.total) and not self._told_of_unscorable:
+            self._told_of_unscorable = True
             log.warning("no completion could be scored: the rows lack what the reward reads (reward.accuracy.column)")
         batch.rewards = as_tensor(scores.total)
         batch.parts = {name: as_tensor(values) for name, values in scores.parts.items()}

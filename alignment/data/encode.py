@@ -161,7 +161,7 @@ def encode(
     is never cut away whole. An uncut completion ends in exactly one EOS that counts, a cut one in none.
 
     demonstrations: prompt_ids are everything before the first learned token, the completion is the rest.
-    ranked: every row must have as many completions as the others.
+    ranked: a row must have as many completions as most have; one that has not cannot be used.
     stepwise: each step is followed by `step_separator`, whose last token is what the loss counts; `columns["labels"]`
         are the labels of the steps that are left.
     stop_ids: the model's full stop set, where it has more ends than the tokenizer's EOS.
@@ -180,30 +180,51 @@ def encode(
     counts = Report(form, num_rows=len(rows))
     examples: Any = [] if into is None else into
     problems: list[str] = []
-    sizes: Counter[int] = Counter()
+    lengths = Counter(len(row["completions"]) for row in rows) if form == "ranked" else Counter()
     for start in range(0, len(rows), CHUNK):
-        for example in _encoded(rows[start : start + CHUNK], start, template, limits, step_separator, counts, problems):
+        chunk = _Chunk(rows[start : start + CHUNK], start, lengths)
+        for example in _encoded(chunk, template, limits, step_separator, counts, problems):
             examples.append(example)
-            sizes[len(example.completions)] += 1
     if problems and bad_rows == "raise":
         raise UserError(report(problems, form, drop))
     _settle(problems, rows, counts)
     counts.num_examples = len(examples)
-    _check_left(sizes, rows, form, counts)
+    if not len(examples):
+        why = "; ".join(f"{count} dropped: {reason}" for reason, count in counts.dropped.items()) or "there were none"
+        raise UserError(f"of {len(rows)} rows as {form} no example is left ({why}): raise the limits in encoding.*")
     return examples, counts
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows, of which the first has the number `start`. lengths: of all ranked lists, and how many there are."""
+
+    rows: Sequence[dict[str, Any]]
+    start: int
+    lengths: Counter[int]
+
+    def check(self, row: dict[str, Any]) -> None:
+        """RowProblem where a ranked list is not as long as most are."""
+        if len(self.lengths) > 1:
+            usual, count = self.lengths.most_common(1)[0]
+            if (length := len(row["completions"])) != usual:
+                raise RowProblem(
+                    "completions",
+                    f"{length} of them, but {count} rows have {usual}",
+                    f"give it {usual}, all ranked lists must be equally long",
+                )
+
+
 def _encoded(
-    rows: Sequence[dict[str, Any]],
-    start: int,
+    chunk: _Chunk,
     template: Template,
     limits: Limits,
     separator: str,
     counts: Report,
     problems: list[str],
 ) -> Iterator[Example]:
-    """The examples of some rows, of which the first has the number `start`."""
-    pieces = _render(rows, start, counts.form, template, separator, counts, problems)
+    """The examples of some rows; what is wrong with the others goes to `problems`."""
+    pieces = _render(chunk, counts.form, template, separator, counts, problems)
     for piece, tokens in zip(pieces, template.tokenize([piece.rendered for piece in pieces]), strict=True):
         try:
             closed = _closed(tokens, counts.form, template)
@@ -228,23 +249,9 @@ def _check(limits: Limits) -> None:
             raise UserError(f"encoding.{name}: {value} leaves no room: type encoding.{name}=512")
 
 
-def _check_left(sizes: Counter[int], rows: Sequence[dict[str, Any]], form: str, counts: Report) -> None:
-    if not sizes:
-        why = "; ".join(f"{count} dropped: {reason}" for reason, count in counts.dropped.items()) or "there were none"
-        raise UserError(f"of {len(rows)} rows as {form} no example is left ({why}): raise the limits in encoding.*")
-    if len(sizes) > 1:
-        usual = sizes.most_common(1)[0][0]
-        odd = next(row for row in rows if len(row["completions"]) != usual)
-        raise UserError(
-            f"{getattr(odd, 'where', '') or 'a row'}: completions: {len(odd['completions'])}, but {sizes[usual]} rows "
-            f"have {usual}: every ranked list must be equally long"
-        )
-
-
 # ---- rows to text --------------------------------------------------------------------------------------------------
 def _render(
-    rows: Sequence[dict[str, Any]],
-    start: int,
+    chunk: _Chunk,
     form: str,
     template: Template,
     separator: str,
@@ -253,9 +260,10 @@ def _render(
 ) -> list[_Piece]:
     """Every row as text; what is wrong with those that cannot be shown goes to `problems`."""
     pieces: list[_Piece] = []
-    for number, row in enumerate(rows, start):
+    for number, row in enumerate(chunk.rows, chunk.start):
         where = getattr(row, "where", "") or f"row {number}"
         try:
+            chunk.check(row)
             pieces += _pieces(row, where, form, template, separator, counts)
         except RowProblem as problem:
             problems.append(f"{where}: {problem}")

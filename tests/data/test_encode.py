@@ -271,8 +271,12 @@ def test_plain_text_learns_all_but_its_first_token(toy: Make) -> None:
 def test_ranked_lists_of_different_lengths_are_refused_by_name(toy: Make) -> None:
     rows = [{"prompt": "a", "completions": ["a", "b"]}] * 2 + [{"prompt": "b", "completions": ["a", "b", "$"]}]
     assert encoded(toy(), rows[0], "ranked")[0].completions == [[3, 2], [4, 2]]
-    with pytest.raises(UserError, match=r"completions: 3, but 2 rows have 2: every ranked list must be equally long"):
+    rows += [{"prompt": "b", "completions": ["a", "b", "$", "a$"]}]
+    said = r"completions: 3 of them, but 2 rows have 2(?s:.*)completions: 4 of them.* must be equally long"
+    with pytest.raises(UserError, match=said):
         encoded(toy(), rows, "ranked")
+    kept = encoded(toy(), rows, "ranked", bad_rows="drop")
+    assert [len(example.completions) for example in kept] == [2, 2]
 
 
 def test_labels_stay_with_unpaired_rows(toy: Make) -> None:

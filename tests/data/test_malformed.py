@@ -220,7 +220,7 @@ def test_lists_of_different_lengths_are_told_where_they_meet(
     monkeypatch.chdir(tmp_path)
     write("a.jsonl", row(prompt="a", completions=["a", "b"]) * 2 + row(prompt="a", completions=["a", "b", "ab"]))
     rows, _ = Jsonl(path="a.jsonl", heldout=None).load("ranked")
-    with pytest.raises(UserError, match=r"^a.jsonl:3: completions: 3, but 2 rows have 2"):
+    with pytest.raises(UserError, match=r"a.jsonl:3: completions: 3 of them, but 2 rows have 2"):
         encode(rows, "ranked", toy(), max_prompt_tokens=None, max_completion_tokens=None)
 
 
