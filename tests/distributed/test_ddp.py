@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -70,3 +72,30 @@ def test_the_tokens_of_a_step_of_samples_are_those_of_both_processes(tmp_path: P
     for row in rows:
         assert float(row["train/on_policy"]) == 1
         assert float(row["train/loss"]) == pytest.approx(float(row["train/divergence"]), rel=1e-5)
+
+
+def test_stored_reference_logprobs_belong_to_their_rows_on_both_ranks(tmp_path: Path, monkeypatch) -> None:
+    """B35: seven rows of different lengths, two ranks, two shuffled passes; each is computed once, and again by nobody.
+
+    The reference of `frozen` is computed in every step from the rows at hand, so equal curves mean equal rows. The loss
+    moves, by a large learning rate, so that a value of another row would show.
+    """
+    monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path / "cache"))
+    rows = [
+        {"prompt": f"Say {'ab' * n}.", "chosen": "yes " * (n % 3 + 1), "rejected": "no " * (n + 1)} for n in range(7)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["algorithm=dpo", "data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.heldout=null"]
+    words += ["algorithm.max_steps=7", "algorithm.batch_size=2", "algorithm.microbatch_size=1", "algorithm.lr=1e-2"]
+    words += ["trainer.devices=2"]
+    direct = curve(tmp_path / "direct", *words, "ref_strategy=frozen")
+    stored, again = (curve(tmp_path / name, *words, "ref_strategy=precompute") for name in ("stored", "again"))
+    assert direct[:, 0].std() > 1e-3
+    torch.testing.assert_close(stored, direct, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(again, direct, rtol=1e-5, atol=1e-7)
+    shards = [
+        path.read_bytes()[32:] for path in (tmp_path / "cache" / "reference").rglob("*.shard")
+    ]  # after a checksum
+    assert sum(len(load(shard)["lengths"]) for shard in shards) == 7
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("stored", "again")]
+    assert [summary["reference/computed"] for summary in summaries] == [7, 0]
