@@ -25,6 +25,8 @@ class GKD(OfflineModule):
     """
 
     data_form: ClassVar[str] = "demonstrations"
+    # At every optimizer step anew: an adapter would go to a server as often.
+    samples_in_process: ClassVar[bool] = True
 
     def __init__(
         self, *passed: Any, teacher: Any, beta: float, temperature: float, lmbda: float, **common: Any

@@ -20,6 +20,8 @@ class XPO(OnlineDPO):
     """
 
     reference_sample: ClassVar[bool] = True
+    # A server has the policy's weights alone, and no reference but the base.
+    samples_in_process: ClassVar[bool] = True
 
     def __init__(self, *passed: Any, alpha: float, **common: Any) -> None:
         super().__init__(*passed, **common)

@@ -1,0 +1,86 @@
+"""JSON over HTTP to one server, with a bound on tries and on time. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Seconds before the second try; twice as many before each further one.
+FIRST_PAUSE = 0.5
+
+
+class Unreachable(Exception):
+    """Nothing came back within the bound: refused, broken off, timed out, or only answers of a broken server (5xx)."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server said. value: parsed JSON, or the text where it is none."""
+
+    status: int
+    value: Any
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+    @property
+    def text(self) -> str:
+        """The server's own words about an error, on one line."""
+        found = self.value
+        while isinstance(found, Mapping) and (inner := found.get("error") or found.get("message")):
+            found = inner
+        return " ".join(str(found).split())[:500]
+
+
+class JSONClient:
+    """Asks one server. A key in VLLM_API_KEY is sent along; proxies are not used, the server is a neighbour."""
+
+    def __init__(self, url: str, *, timeout: float, num_tries: int) -> None:
+        self.url, self.timeout, self.num_tries = url.rstrip("/"), timeout, num_tries
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> Reply:
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        data = json.dumps(body).encode()
+        return self._ask(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}))
+
+    def _ask(self, request: urllib.request.Request) -> Reply:
+        """The reply, an error of ours (4xx) included. Raises Unreachable."""
+        if key := os.environ.get("VLLM_API_KEY"):
+            request.add_header("Authorization", f"Bearer {key}")
+        why = ""
+        for number in range(self.num_tries):
+            if number:
+                time.sleep(FIRST_PAUSE * 2 ** (number - 1))
+            try:
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    return Reply(response.status, _parsed(response.read()))
+            except urllib.error.HTTPError as error:
+                reply = Reply(error.code, _parsed(error.read()))
+                if error.code < 500:
+                    return reply
+                why = f"HTTP {error.code}: {reply.text}"
+            except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", None) or error
+                if isinstance(reason, TimeoutError):  # the same request would take as long again
+                    raise Unreachable(f"no answer within {self.timeout:g} s") from error
+                why = f"{type(reason).__name__}: {reason}"
+        raise Unreachable(f"{why}; {self.num_tries} tries")
+
+
+def _parsed(data: bytes) -> Any:
+    text = data.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
