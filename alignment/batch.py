@@ -57,7 +57,7 @@ class Batch:
     | rewards | (N,) float32 | weighted total; NaN = unscorable |
     | advantages | (N,) or (N, C) float32 | online only |
     | greedy_rewards | (N,) float32 or None | reward of the prompt's greedy completion, for those that compare with it |
-    | from_reference | (N,) bool or None | sampled from the reference, for those that learn from both |
+    | from_reference | (N,) bool or None | sampled from the reference or its mixture, for those that learn from both |
     | policy_mask | (N, C) bool or None | loss tokens whose policy term trains; None = all |
     | values, returns | (N, C) float32 or None | a critic's, before each token, when it was sampled; what it learns |
     | old_logprobs, ref_logprobs, sampler_logprobs | (N, C) float32 or None | by callbacks; 0 outside the mask |

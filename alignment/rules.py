@@ -21,6 +21,7 @@ Config = Mapping[str, Any]
 # Numbers by the last name of their key: in words (for the message), and the check.
 BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "beta": ("at least 0", lambda x: 0 <= x < math.inf),
+    "mixture_coef": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "clip_eps": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "clip_eps_high": ("at least 0", lambda x: 0 <= x < math.inf),
     "lmbda": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),

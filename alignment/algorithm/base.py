@@ -313,11 +313,13 @@ class OnlineModule(AlignmentModule):
     online: ClassVar[bool] = True
     # Compares its samples with the prompt's greedy completion (`batch.greedy_rewards`).
     greedy_baseline: ClassVar[bool] = False
-    # The last completion of each prompt is sampled from the reference (`batch.from_reference`).
+    # The last completion of each prompt is sampled from the reference (`batch.from_reference`), or from its mixture
+    # with the policy by `mixture_coef`: 1 = the reference alone, 0 = the policy alone.
     reference_sample: ClassVar[bool] = False
     # Completions of each prompt that are learned from: a number, or the name of the key that holds it.
     rows_per_prompt: ClassVar[int | str] = "group_size"
 
+    mixture_coef: float = 1.0
     reward_weights: dict[str, float]
     # Times that prompts may be drawn for one rollout, to replace groups that say nothing.
     max_draws: int = 1

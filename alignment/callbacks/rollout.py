@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ from alignment.batch import Batch, Example, concat, pad, side_by_side
 from alignment.losses.completion_stats import repetition
 from alignment.losses.reduce import REDUCTIONS, step_count
 from alignment.losses.sampling import informative_groups
+from alignment.rollout.hf import Mixture
 
 # Seeds of training rollouts, of evaluations and of the reference's samples are drawn from disjoint ranges, all of them
 # below 2^32: torch's generator reads no higher bits.
@@ -87,11 +89,12 @@ class RolloutCallback(L.Callback):
         return self._beside_reference(trainer, module, rollout, number) if module.reference_sample else rollout
 
     def _beside_reference(self, trainer: Any, module: Any, rollout: Batch, number: int) -> Batch:
-        """One completion of the reference after each prompt's of the policy."""
-        other = self.complete(trainer, module, rollout.examples, 1, seed=REFERENCE_SEED + number, reference=True)
+        """One completion of the reference, or of its mixture with the policy, after each prompt's of the policy."""
+        coef, seed = module.mixture_coef, REFERENCE_SEED + number
+        other = self.complete(trainer, module, rollout.examples, 1, seed=seed, mixture_coef=coef)
         self.score(module, other)
         assert other.rewards is not None
-        module.meter.mean("rollout/reference_reward", other.rewards)
+        module.meter.mean(f"rollout/{'reference' if coef == 1 else 'mixture'}_reward", other.rewards)
         for batch, is_reference in ((rollout, False), (other, True)):
             batch.from_reference = torch.full((len(batch),), is_reference)
         return side_by_side([rollout, other])
@@ -145,16 +148,19 @@ class RolloutCallback(L.Callback):
         *,
         seed: int,
         temperature: float | None = None,
-        reference: bool = False,
+        mixture_coef: float = 0.0,
     ) -> Batch:
-        """The same without scores; of the policy, or of the reference."""
+        """The same without scores; of the policy (0), of the reference (1), or of their mixture (between)."""
         started = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(trainer.precision_plugin.forward_context())
             self._sync(trainer, module)
-            model = module.policy
-            if reference:
-                model = stack.enter_context(module.reference.scoring_model(module.policy))
+            model, settings = module.policy, dict[str, Any](temperature=temperature)
+            reference = partial(module.reference.scoring_model, module.policy)
+            if mixture_coef == 1:
+                model = stack.enter_context(reference())
+            elif mixture_coef > 0:
+                settings["mixture"] = Mixture(reference, mixture_coef)
             completions = self.engine.generate(
                 model,
                 [example.prompt_ids for example in examples],
@@ -162,7 +168,7 @@ class RolloutCallback(L.Callback):
                 stop_ids=module.source.stop_ids,
                 pad_id=module.source.tokenizer.pad_token_id,
                 seed=rank_seed(self.seed, seed, trainer.global_rank),
-                temperature=temperature,
+                **settings,
             )
         module.meter.total("time/generate", time.perf_counter() - started)
         return to_batch(examples, completions, group_size)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from alignment.batch import pad
 from alignment.errors import UserError
+from alignment.losses.online import mixture_logprobs
 from alignment.rollout.kv_slots import SlotCache, mask_of, states_of
 from alignment.rollout.sampling import sample, uniform
 
@@ -43,6 +45,18 @@ class Settings:
     seed: int
 
 
+@dataclass(frozen=True)
+class Partner:
+    """A second model that has a say in every token: softmax((1 - coef) * the first's logits + coef * its own).
+
+    active: what has to be on around each of its forwards, where it is the first model in another state.
+    """
+
+    model: PreTrainedModel
+    coef: float
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
 @dataclass
 class Row:
     """One completion: its number, the prompt before it, what was sampled so far."""
@@ -64,24 +78,28 @@ class Context:
 
 @dataclass
 class Prefilled:
-    """Rows that may take a slot, and the keys and values they start from: row i of `rows` is line `lines[i]`."""
+    """Rows that may take a slot, and the keys and values they start from: each row with its line in them."""
 
-    states: list[tuple[Tensor, Tensor]]
+    states: list[list[tuple[Tensor, Tensor]]]  # of each model
     length: int
     rows: deque[tuple[Row, int]]
 
 
 class Decoder:
-    """Completes rows with one model. `run` is called once.
+    """Completes rows with one model, or with two whose logits are mixed. `run` is called once.
 
+    Of two models each has its own keys and values, in layers of one cache: rows enter, move and leave for both at once.
     At most `max_batch` rows decode at a time. A forward that runs out of memory halves `max_batch`, which the caller
     may read back; rows that lose their slot start again from what they have.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: Settings, max_batch: int) -> None:
-        self.model, self.settings, self.max_batch = model, settings, max_batch
+    def __init__(
+        self, model: PreTrainedModel, settings: Settings, max_batch: int, partner: Partner | None = None
+    ) -> None:
+        self.settings, self.max_batch, self.partner = settings, max_batch, partner
         self.device = next(model.parameters()).device
-        self.arguments = _arguments(model)
+        self.models = [model] if partner is None else [model, partner.model]
+        self.arguments = [_arguments(each) for each in self.models]
         self.waiting: deque[Context] = deque()
         self.ready: deque[Prefilled] = deque()
         self.slots: list[Row | None] = []
@@ -112,8 +130,8 @@ class Decoder:
         ids, mask = (
             tensor.to(self.device) for tensor in pad([c.ids for c in chosen], left=True, value=self.settings.pad_id)
         )
-        cache, positions = DynamicCache(), (mask.long().cumsum(-1) - 1).clamp(min=0)
-        logits = self._attempt(lambda: self._forward(ids, mask, positions, cache))
+        caches, positions = [DynamicCache() for _ in self.models], (mask.long().cumsum(-1) - 1).clamp(min=0)
+        logits = self._attempt(lambda: self._logits(ids, mask, positions, caches))
         if logits is None:
             self.waiting.extendleft(reversed(chosen))
             return
@@ -123,7 +141,7 @@ class Decoder:
             self._draw(logits[[line for _, line in some]], [row for row, _ in some])
         going = deque((row, line) for row, line in rows if not self._ended(row))
         if going:
-            self.ready.append(Prefilled(states_of(cache), ids.shape[1], going))
+            self.ready.append(Prefilled([states_of(cache) for cache in caches], ids.shape[1], going))
 
     def _next_contexts(self) -> list[Context]:
         chosen, num_rows, longest = [], 0, 0
@@ -185,7 +203,7 @@ class Decoder:
             self._make_room()
         ids = self._tensor([[row.ids[-1] if row else self.settings.pad_id] for row in self.slots])
         offsets, end = self._tensor(self.offsets), cache.window.end
-        return self._forward(ids, mask_of(offsets, cache.window), (end - offsets)[:, None], cache)
+        return self._logits(ids, mask_of(offsets, cache.window), (end - offsets)[:, None], cache.parts)
 
     def _draw(self, logits: Tensor, rows: Sequence[Row | None]) -> None:
         """Append one token and its log-prob to every row."""
@@ -246,14 +264,23 @@ class Decoder:
         return self.cache
 
     # ---- forwards ---------------------------------------------------------------------------------------------------
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Logits (R, V) of the last position."""
+    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, caches: Sequence[Any]) -> Tensor:
+        """Logits (R, V) of the last position: the model's, or the mixture's; each model writes to its own cache."""
+        own = self._forward(0, ids, mask, positions, caches[0])
+        if self.partner is None:
+            return own
+        with self.partner.active():
+            other = self._forward(1, ids, mask, positions, caches[1])
+        return mixture_logprobs(own.float(), other.float(), mixture_coef=self.partner.coef)
+
+    def _forward(self, number: int, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Logits (R, V) of the last position by one of the models."""
         # As an index, not as the number 1: that would make a strided view, for which a CPU multiplies with one copy of
         # the whole head per row.
         last = self._tensor([ids.shape[1] - 1])
         values = {"attention_mask": mask, "position_ids": positions, "cache": cache, "logits_to_keep": last}
-        arguments = {name: values[value] for name, value in self.arguments.items()}
-        return self.model(input_ids=ids, use_cache=True, **arguments).logits[:, -1]
+        arguments = {name: values[value] for name, value in self.arguments[number].items()}
+        return self.models[number](input_ids=ids, use_cache=True, **arguments).logits[:, -1]
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """What `work` returns, or None where memory ran out and the batch was made smaller for another try."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from alignment.errors import UserError
 from alignment.model.logprobs import causal_lm
-from alignment.rollout.decoding import Context, Decoder, Row, Settings
+from alignment.rollout.decoding import Context, Decoder, Partner, Row, Settings
 from alignment.rollout.weight_copy import WeightCopy
 
 DTYPES = {"auto": None, "policy": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,6 +31,18 @@ class Completions:
     ids: list[list[int]]
     logprobs: list[list[float]]
     finished: list[bool]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sample from the token-wise geometric mixture of the policy and another model, as Nash-MD's opponent is made.
+
+    other: a context that gives the other model; it may be the policy itself in another state (adapter off).
+    coef: its weight, between 0 (the policy alone) and 1 (the other alone).
+    """
+
+    other: Callable[[], AbstractContextManager[nn.Module]]
+    coef: float
 
 
 class HFEngine:
@@ -124,11 +136,13 @@ class HFEngine:
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        mixture: Mixture | None = None,
     ) -> Completions:
         """`group_size` completions of each prompt (lists of token ids). What is None is as in the constructor.
 
         The policy is sampled in eval mode and left as it was, the global random state too. A policy other than the one
-        synced last is sampled as it is, without a copy.
+        synced last is sampled as it is, without a copy. mixture: another model has a say in every token; temperature,
+        top_p, top_k and the log-probs are then the mixture's.
         Raises UserError for an empty prompt, a prompt too long for the model, a setting out of range, a model whose
         state between tokens is more than keys and values, logits that are not finite.
         """
@@ -146,13 +160,41 @@ class HFEngine:
         check_request(settings, prompts, group_size, _num_positions(causal.config))
         rows = [Row(i, prompts[i // group_size]) for i in range(len(prompts) * group_size)]
         groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
-        decoder = Decoder(causal, settings, self.max_batch)
-        with evaluating(model, autocast=model is policy):
+        with ExitStack() as stack:
+            partner = None if mixture is None else partner_of(model, mixture, stack)
+            stack.enter_context(evaluating(model, autocast=model is policy))
+            decoder = Decoder(causal, settings, self.max_batch, partner)
             try:
                 decoder.run([Context(prompt, group) for prompt, group in zip(prompts, groups, strict=True)])
             finally:
                 self.max_batch = decoder.max_batch
         return Completions([r.ids for r in rows], [r.logprobs for r in rows], [r.finished for r in rows])
+
+
+def partner_of(model: nn.Module, mixture: Mixture, stack: ExitStack) -> Partner:
+    """The other model of a mixture, in eval mode until `stack` closes.
+
+    Where it is the sampled model in another state, that state is put on around each of its forwards, else once. Its
+    forwards run under the caller's autocast, whether or not the sampled model's do.
+    """
+    with ExitStack() as opened:
+        other = opened.enter_context(mixture.other())
+        shared = other is model
+        if not shared:
+            stack.push(opened.pop_all())
+            stack.enter_context(evaluating(other, autocast=True))
+    device = next(other.parameters()).device.type
+    autocast = torch.is_autocast_enabled(device)
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        with ExitStack() as states:
+            states.enter_context(torch.autocast(device, enabled=autocast))
+            if shared:
+                states.enter_context(mixture.other())
+            yield
+
+    return Partner(causal_lm(other), mixture.coef, active)
 
 
 @contextmanager

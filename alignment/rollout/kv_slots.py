@@ -58,24 +58,28 @@ class SlotCache(Cache):
     more are dropped when the buffers are full.
     """
 
-    def __init__(self, num_slots: int, like: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """like: keys and values (any, heads, any, head dim) of every layer, for shapes, number format and device."""
+    def __init__(self, num_slots: int, like: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """like: of each model, keys and values (any, heads, any, head dim) of every layer, for shapes, number format
+        and device. `parts` are the caches to pass to the models, one each; they share buffers and window with this one.
+        """
         self.num_slots, self.window, self.capacity = num_slots, Window(), 0
 
         def empty(tensor: Tensor) -> Tensor:
             return tensor.new_empty(num_slots, tensor.shape[1], 0, tensor.shape[3])
 
-        self.slot_layers = [SlotLayer(self.window, empty(keys), empty(values)) for keys, values in like]
+        of_model = [[SlotLayer(self.window, empty(keys), empty(values)) for keys, values in states] for states in like]
+        self.slot_layers = [layer for layers in of_model for layer in layers]
+        self.parts = [Cache(layers=[*layers]) for layers in of_model]
         super().__init__(layers=[*self.slot_layers])
 
     def buffers(self) -> list[tuple[SlotLayer, str, Tensor]]:
         return [(layer, name, getattr(layer, name)) for layer in self.slot_layers for name in ("keys", "values")]
 
-    def load(self, slots: Tensor, states: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> None:
+    def load(self, slots: Tensor, states: Sequence[Sequence[tuple[Tensor, Tensor]]], rows: Tensor) -> None:
         """Copy `rows` of left-padded keys and values (any, heads, L, head dim) to `slots`, columns [end - L, end)."""
-        length = states[0][0].shape[2]
+        length = states[0][0][0].shape[2]
         columns = slice(self.window.end - length, self.window.end)
-        sources = [tensor for pair in states for tensor in pair]
+        sources = [tensor for of_model in states for pair in of_model for tensor in pair]
         for (_, _, buffer), source in zip(self.buffers(), sources, strict=True):
             buffer[:, :, columns].index_copy_(0, slots, source[rows])
 

@@ -8,7 +8,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from transformers import (
 
 from alignment.errors import UserError
 from alignment.model.adapters import adapter_off, merged_weights
-from alignment.rollout.hf import Completions, HFEngine
+from alignment.rollout.hf import Completions, HFEngine, Mixture
 
 STOPS = frozenset({2, 7, 11})
 PROMPTS = [[5, 6, 8], [9, 10, 12, 13, 14, 15], [3], [4, 5] * 7, [2, 2, 9]]
@@ -208,6 +208,108 @@ def test_frequencies_of_two_tokens_are_the_models(tiny_llama: LlamaForCausalLM) 
     for position, expected in enumerate((first, second)):
         counts = torch.bincount(torch.tensor([ids[position] for ids in done.ids]), minlength=64)
         assert stats.chisquare(counts.numpy(), number * expected.numpy()).pvalue > 0.01
+
+
+# ---- two models ------------------------------------------------------------------------------------------------------
+def pair_of(kind: str, base: LlamaForCausalLM) -> tuple[Any, Any, Callable[[], Any]]:
+    """A policy, plain forwards of the other model, and the context that gives the other model to the engine."""
+    if kind == "frozen":
+        other: Any = copy.deepcopy(base).eval()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        return base, other, lambda: nullcontext(other)
+    bare = copy.deepcopy(base).eval()
+    policy = lora(base)
+    return policy, bare, lambda: adapter_off(policy)
+
+
+@torch.no_grad()
+def mixed(policy: Any, other: Any, ids: Any, coef: float, temperature: float) -> torch.Tensor:
+    """softmax(((1 - coef) z + coef z') / temperature) at every position, in float64."""
+    ids = torch.tensor(ids)
+    logits = (1 - coef) * policy.eval()(ids).logits.double() + coef * other(ids).logits.double()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+@pytest.mark.parametrize("dtype", ["policy", "float32"])
+@pytest.mark.parametrize("kind", ["frozen", "adapter_off"])
+def test_a_mixture_is_sampled_token_by_token(tiny_llama: LlamaForCausalLM, kind: str, dtype: str) -> None:
+    """Against plain forwards of both models; "float32" samples an adapter's policy through its merged copy."""
+    policy, other, context = pair_of(kind, tiny_llama)
+    policy.train()
+    engine = HFEngine(max_new_tokens=24, dtype=dtype, max_batch=3)  # rows come and go
+    done = sampled(policy, engine=engine, temperature=0.7, mixture=Mixture(context, 0.3))
+    assert policy.training
+    lengths = {len(ids) for ids in done.ids}
+    assert len(lengths) > 3
+    apart = 0.0
+    for n, (ids, logprobs) in enumerate(zip(done.ids, done.logprobs, strict=True)):
+        prompt, taken = PROMPTS[n // 4], torch.tensor(ids)[:, None]
+        expected = mixed(policy, other, [prompt + ids], 0.3, 0.7)[0, len(prompt) - 1 : -1].gather(-1, taken)[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs).double(), expected, rtol=0, atol=1e-4)
+        alone = mixed(policy, other, [prompt + ids], 0.0, 0.7)[0, len(prompt) - 1 : -1].gather(-1, taken)[:, 0]
+        apart = max(apart, float((alone - expected).abs().max()))
+    assert apart > 0.1, "the other model has no say, so nothing was tested"
+
+
+@pytest.mark.parametrize("kind", ["frozen", "adapter_off"])
+def test_frequencies_of_two_tokens_are_the_mixtures(tiny_llama: LlamaForCausalLM, kind: str) -> None:
+    """First token from the prefill, second from a decode step, both by chi-square against exact probabilities."""
+    policy, other, context = pair_of(kind, tiny_llama)
+    prompt, number = [5, 6, 8], 2000
+    options: dict[str, Any] = {"group_size": number, "stop_ids": set(), "max_new_tokens": 2, "temperature": 0.5}
+    done = sampled(policy, [prompt], mixture=Mixture(context, 0.6), **options)
+    first = mixed(policy, other, [prompt], 0.6, 0.5)[0, -1].exp()
+    second = first @ mixed(policy, other, [[*prompt, token] for token in range(64)], 0.6, 0.5)[:, -1].exp()
+    for position, expected in enumerate((first, second)):
+        counts = torch.bincount(torch.tensor([ids[position] for ids in done.ids]), minlength=64)
+        assert stats.chisquare(counts.numpy(), number * expected.numpy()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("kind", ["frozen", "adapter_off"])
+def test_the_ends_of_a_mixture_are_the_models_themselves(tiny_llama: LlamaForCausalLM, kind: str) -> None:
+    policy, other, context = pair_of(kind, tiny_llama)
+    assert_same(sampled(policy, mixture=Mixture(context, 0.0)), sampled(policy))
+    assert_same(sampled(policy, mixture=Mixture(context, 1.0)), sampled(other))
+
+
+def test_another_model_is_fetched_once(tiny_llama: LlamaForCausalLM) -> None:
+    """A copy that waits in main memory must not travel for every token, and its mode is put back."""
+    policy, other, _ = pair_of("frozen", tiny_llama)
+    other.train()
+    visits = []
+
+    @contextmanager
+    def visit() -> Iterator[Any]:
+        visits.append("in")
+        yield other
+        visits.append("out")
+
+    sampled(policy, mixture=Mixture(visit, 0.5))
+    assert visits == ["in", "out"]
+    assert other.training
+
+
+@pytest.mark.parametrize("kind", ["frozen", "adapter_off"])
+def test_too_little_memory_in_the_second_model_halves_the_batch(tiny_llama: LlamaForCausalLM, kind: str) -> None:
+    """Both caches are given up together; an adapter that was off is on again."""
+    policy, _, context = pair_of(kind, tiny_llama)
+    expected = sampled(policy, mixture=Mixture(context, 0.5))
+    engine, calls = HFEngine(max_new_tokens=24, dtype="policy", max_batch=8), []
+    with context() as entered:
+        model = entered.get_base_model() if kind == "adapter_off" else entered
+
+    def fail(ids: torch.Size, mask: torch.Size) -> None:
+        calls.append(ids)
+        if len(calls) == 12:  # of one model with two states this is the second's, every other one
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with forwards(model, fail):
+        done = sampled(policy, engine=engine, mixture=Mixture(context, 0.5))
+    assert engine.max_batch == 4
+    assert_same(done, expected)
+    assert_same(sampled(policy, mixture=Mixture(context, 0.5)), expected)
 
 
 # ---- ends of completions --------------------------------------------------------------------------------------------
