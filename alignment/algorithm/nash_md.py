@@ -69,9 +69,7 @@ class NashMD(OnlineModule):
         assert batch.advantages is not None
         assert batch.ref_logprobs is not None
         logprobs = self.logprobs(batch).logprobs
-        values, stats = nash_md(
-            logprobs, batch.ref_logprobs, batch.loss_mask, batch.advantages + 0.5, beta=self.beta
-        )
+        values, stats = nash_md(logprobs, batch.ref_logprobs, batch.loss_mask, batch.advantages + 0.5, beta=self.beta)
         used, count = batch.loss_mask.any(-1), batch.step_counts["seq_mean_token_sum"]
         loss = self.step_mean(torch.where(used, values, 0.0).sum(), count)
         self.log_loss(loss, batch, count)
@@ -86,7 +84,8 @@ def bradley_terry(first: Tensor, second: Tensor) -> Tensor:
 
 def win(first: Tensor, second: Tensor) -> Tensor:
     """1 where the first scores more, 0 where less, 1/2 where equal; NaN where a score is missing."""
-    return (torch.sign(first - second) + 1) / 2
+    gap = first - second
+    return torch.where(gap.isnan(), gap, (gap.sign() + 1) / 2)
 
 
 PREFERENCES = {"bradley_terry": bradley_terry, "win": win}

@@ -26,6 +26,8 @@ GRPO = ["algorithm=grpo", "algorithm.num_rollouts=4", "algorithm.num_prompts=2",
 DAPO = ["algorithm=dapo", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.group_size=2"]
 DAPO += ["algorithm.microbatch_size=16", "algorithm.max_draws=3"]
 PPO = ["algorithm=ppo", *GRPO[1:], "algorithm.target_kl_per_sequence=0.01", "algorithm.kl_horizon=64"]
+# Two models decode together; of each pair of samples one is learned from.
+NASH = ["algorithm=nash_md", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.microbatch_size=8"]
 DPO = ["algorithm=dpo", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 SFT = ["algorithm=sft", "algorithm.max_steps=4", "algorithm.batch_size=8", "algorithm.microbatch_size=8"]
 NOISY = [*SFT, "algorithm.neftune_alpha=5", "algorithm.label_smoothing=0.1"]
@@ -84,6 +86,7 @@ def test_the_first_grpo_ratio_is_exactly_one(tmp_path: Path, iterations: int) ->
     [
         (GRPO, (16, 8, 4)),
         ([*GRPO, "algorithm.num_iterations=2"], (16, 8)),
+        (NASH, (8, 4, 1)),
         (DPO, (8, 4, 1)),
         (SFT, (8, 2, 1)),
         (GKD, (8, 2)),
@@ -132,6 +135,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
         [*GRPO, "algorithm.num_iterations=2", "ref_strategy=sync", "ref_strategy.every=3"],
         PPO,
         DAPO,
+        NASH,
+        [*NASH, "ref_strategy=sync", "ref_strategy.every=3"],
         [*DPO, *DROPOUT],
         [*DPO, "ref_strategy=precompute"],
         NOISY,
