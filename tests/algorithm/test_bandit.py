@@ -107,7 +107,7 @@ def preferences(batch: Batch, rng: torch.Generator) -> None:
 
 
 def cyclic() -> np.ndarray:
-    """P(a is preferred to b), (9, 9): better rewards help, but more so does being up to four steps ahead on a circle."""
+    """P(a is preferred to b), (9, 9): better rewards help, being up to four steps ahead on a circle more so."""
     rewards, place = rewards_of(completions(2)).double().numpy(), np.arange(9)
     ahead = np.sin(2 * np.pi * (place[:, None] - place) / 9)
     return 1 / (1 + np.exp(-(0.5 * (rewards[:, None] - rewards) + 3 * ahead)))
@@ -245,7 +245,7 @@ def test_nash_md_of_wins_ends_there_too(fixed_point) -> None:
 
 
 def test_the_equilibrium_is_one() -> None:
-    """Against it nobody does better than itself, in preference less beta * KL; and the preferences do go in a circle."""
+    """Against it nobody does better than itself, in preference less beta * KL; and preferences go in a circle."""
     p, beats = equilibrium(0.2, 0.0).double().numpy(), cyclic() > 0.5
     assert any(beats[a, b] and beats[b, c] and beats[c, a] for a in range(9) for b in range(9) for c in range(9))
     reference, win = probabilities(Table(), 2).double().numpy(), cyclic() @ p
@@ -261,7 +261,7 @@ def test_the_equilibrium_is_one() -> None:
 
 
 def xpo_end(beta: float, alpha: float) -> Tensor:
-    """What minimises XPO's expected loss for samples of itself: minimised for given samples, until it is what samples."""
+    """What minimises XPO's expected loss for samples of itself: for given samples, until it is what samples."""
     reference = probabilities(Table(), 2).double().numpy()
     rewards = rewards_of(completions(2)).double().numpy()
     wins = 1 / (1 + np.exp(-(rewards[:, None] - rewards)))
