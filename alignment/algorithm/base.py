@@ -375,6 +375,13 @@ class OnlineModule(AlignmentModule):
         merged = functools.reduce(Moments.merge, (Moments(*row) for row in self._sum_over_ranks(table)))
         return Moments(*(number.to(values.device, values.dtype) for number in merged))
 
+    def of_every_rank(self, value: Any) -> list[Any]:
+        """What each rank holds, in their order. Every rank must call it."""
+        values = [value] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
     def set_old_logprobs(self, batch: Batch) -> None:
         """Old log-probs, from the very pass that training will make, so that the first ratio is exactly 1.
 

@@ -19,6 +19,7 @@ from alignment.losses.reduce import reduce_loss
 from alignment.losses.rloo import reinforce_tokens, sequence_clipped_tokens
 from alignment.losses.sampling import drop_unfinished, penalize_unfinished, soft_overlong
 from alignment.losses.token_rewards import place_scores, rewards_to_go, token_rewards
+from alignment.rollout.replay import ReplayBuffer
 
 LOSSES: dict[str, PolicyLoss] = POLICY_LOSSES | {
     "sequence": PolicyLoss(sequence_clipped_tokens, "seq_mean_token_mean"),
@@ -87,6 +88,7 @@ class PolicyGradientModule(OnlineModule):
         sampler_ratio_max: float | None,
         off_policy_max: float | None,
         max_draws: int,
+        num_replay_groups: int,
         **common: Any,
     ) -> None:
         super().__init__(*passed, **common)
@@ -97,12 +99,21 @@ class PolicyGradientModule(OnlineModule):
         self.max_draws = max_draws
         if max_draws > 1 and self.group_size < 2:
             raise UserError("algorithm.max_draws: a group of one never differs in reward: type algorithm.max_draws=1")
+        self.replay = self._make_replay(num_replay_groups, loss) if num_replay_groups else None
         options = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "delta": delta}
         options |= {"is_weight_min": is_weight_min, "is_weight_max": is_weight_max}
         options |= {"tau_pos": tau_pos, "tau_neg": tau_neg, "k_pos": k_pos, "k_neg": k_neg}
         options |= {"lambda_pos": lambda_pos, "lambda_neg": lambda_neg}
         self.policy_loss = self._choose_loss(loss, options)
         self.correct = _correction(sampler_correction, sampler_ratio_min, sampler_ratio_max)
+
+    def _make_replay(self, capacity: int, loss: str) -> ReplayBuffer:
+        if self.group_size > 1 and loss != "reinforce":
+            return ReplayBuffer(capacity)
+        one, old = "a group of one never differs in reward", "loss=reinforce is for samples of the current policy"
+        raise UserError(
+            f"algorithm.num_replay_groups: {one if self.group_size == 1 else old}: type algorithm.num_replay_groups=0"
+        )
 
     def _choose_loss(self, name: str, options: dict[str, float | None]):
         shape = (1, 1) if self.token_advantages else (1,)
@@ -134,6 +145,9 @@ class PolicyGradientModule(OnlineModule):
             rollout.loss_mask = drop_unfinished(rollout.loss_mask, rollout.finished)
         if entropy is not None:
             rollout.policy_mask = self._top_entropy(entropy, rollout.loss_mask)
+        if self.replay is not None:
+            rollout, num_replayed = self.replay.refill(rollout)
+            self.meter.add("rollout/replayed", num_replayed, len(rollout.prompt_ids))
         return rollout.split(self.microbatch_size)
 
     def score_tokens(self, rollout: Batch) -> Tensor | None:
@@ -146,7 +160,7 @@ class PolicyGradientModule(OnlineModule):
         in_reward, wants_entropy = self.needs_reference and self.kl == "reward", self.top_entropy < 1
         parts = rollout.split(self.microbatch_size)
         scores = []
-        if self.steps_per_rollout > 1 or in_reward or wants_entropy:
+        if self.steps_per_rollout > 1 or in_reward or wants_entropy or self.replay is not None:
             scores = [self.logprobs(part, entropy=wants_entropy) for part in parts]
             rollout.old_logprobs = torch.cat([score.logprobs for score in scores])
         if in_reward:
@@ -211,6 +225,18 @@ class PolicyGradientModule(OnlineModule):
         assert rollout.old_logprobs is not None
         rewards, _ = token_rewards(scores, rollout.old_logprobs, rollout.ref_logprobs, mask, beta=self.beta)
         return rewards_to_go(rewards, mask, gamma=gamma)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.replay is not None:
+            checkpoint["replay"] = self.of_every_rank(self.replay.state())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.replay is not None:
+            states = checkpoint["replay"]
+            self.replay.load(states[self.trainer.global_rank % len(states)])
 
     # ---- the loss --------------------------------------------------------------------------------------------------
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

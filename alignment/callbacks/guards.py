@@ -86,7 +86,7 @@ class Guards(L.Callback):
         return (
             f"in each of the last {WINDOW} rollouts at least 90% of the groups had equal rewards, which teaches "
             "nothing. The prompts are too easy or too hard for this model: choose others (data.*), raise "
-            "algorithm.group_size, or draw again with algorithm.max_draws=4"
+            "algorithm.group_size, draw again with algorithm.max_draws=4, or replay with algorithm.num_replay_groups=64"
         )
 
     def _clipped(self) -> str | None:

@@ -25,6 +25,8 @@ GRPO = ["algorithm=grpo", "algorithm.num_rollouts=4", "algorithm.num_prompts=2",
 # Pairs of samples are often equal in reward, so that further prompts have to be drawn.
 DAPO = ["algorithm=dapo", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.group_size=2"]
 DAPO += ["algorithm.microbatch_size=16", "algorithm.max_draws=3"]
+# Groups of equal rewards give way to those of earlier rollouts, whose probability ratios are no longer 1.
+REPLAY = ["algorithm=grpo", *DAPO[1:-1], "algorithm.num_replay_groups=4"]
 PPO = ["algorithm=ppo", *GRPO[1:], "algorithm.target_kl_per_sequence=0.01", "algorithm.kl_horizon=64"]
 # Two models decode together; of each pair of samples one is learned from.
 NASH = ["algorithm=nash_md", "algorithm.num_rollouts=4", "algorithm.num_prompts=8", "algorithm.microbatch_size=8"]
@@ -81,11 +83,25 @@ def test_the_first_grpo_ratio_is_exactly_one(tmp_path: Path, iterations: int) ->
         assert float(steps[1]["train/ratio"]) != 1
 
 
+def test_replayed_groups_are_learned_from_at_their_own_ratio(tmp_path: Path) -> None:
+    train(tmp_path / "off", *REPLAY, *QUIET, "algorithm.num_replay_groups=0")
+    train(tmp_path / "on", *REPLAY, *QUIET)
+    off, on = rows(tmp_path / "off"), rows(tmp_path / "on")
+    shares = [float(row["rollout/replayed"]) for row in on]
+    assert shares[0] == 0 and max(shares) > 0
+    first = next(n for n, share in enumerate(shares) if share)
+    assert [float(row["train/ratio"]) for row in on[:first]] == [1.0] * first
+    assert all((float(row["train/ratio"]) != 1) == (share > 0) for row, share in zip(on, shares, strict=True))
+    assert on[first]["rollout/reward"] == off[first]["rollout/reward"]
+    assert on[first]["train/grad_norm"] != off[first]["train/grad_norm"]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "sizes"),
     [
         (GRPO, (16, 8, 4)),
         ([*GRPO, "algorithm.num_iterations=2"], (16, 8)),
+        (REPLAY, (16, 8)),
         (NASH, (8, 4, 1)),
         (DPO, (8, 4, 1)),
         (SFT, (8, 2, 1)),
@@ -135,6 +151,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
         [*GRPO, "algorithm.num_iterations=2", "ref_strategy=sync", "ref_strategy.every=3"],
         PPO,
         DAPO,
+        [*REPLAY, "algorithm.top_entropy=0.5", "ref_strategy=sync", "ref_strategy.every=3", "algorithm.kl=reward"],
         NASH,
         [*NASH, "ref_strategy=sync", "ref_strategy.every=3"],
         [*DPO, *DROPOUT],
