@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from alignment.errors import UserError
 from alignment.reward import answers
@@ -21,11 +21,15 @@ class Accuracy:
     extract: which forms count as an answer.
     column: dataset column with the right answer, or with a solution that ends in a box or ####.
     reasoning_end: a closing tag such as "</think>": the answer must come after the last one.
-    verifier: "text" compares numbers exactly and other answers as text. "math" also asks math-verify whether two
+    verifier: "text" compares numbers by value and other answers as text. "math" also asks math-verify whether two
         expressions are equal (x+1 and 1+x), in a process that is killed after `timeout` seconds; that completion is
-        then unscorable (None) and counted in `counters["timeouts"]`.
+        then unscorable (None) and counted in `counters["timeouts"]`. "exact" compares character by character. "choice"
+        compares the letters picked of a multiple-choice question; a dataset may number the options from 0 instead.
+    tolerance: numbers are equal up to this share of the right one; 0 = exactly.
     weight: factor of this reward in the total.
     """
+
+    key: ClassVar[str] = "reward.accuracy"
 
     def __init__(
         self,
@@ -33,11 +37,21 @@ class Accuracy:
         extract: Form = "strict",
         column: str = "answer",
         reasoning_end: str | None = None,
-        verifier: Literal["text", "math"] = "text",
+        verifier: Literal["text", "math", "exact", "choice"] = "text",
+        tolerance: float = 0.0,
         timeout: float = 5.0,
         weight: float = 1.0,
     ) -> None:
+        if not 0 <= tolerance < 1:
+            raise UserError(
+                f"{self.key}.tolerance: {tolerance} is no share of a number: type {self.key}.tolerance=0.01"
+            )
+        if tolerance and verifier in ("exact", "choice"):
+            raise UserError(
+                f"{self.key}.tolerance: verifier={verifier} compares no numbers: type {self.key}.tolerance=0"
+            )
         self.extract: Form = extract
+        self.verifier, self.tolerance = verifier, tolerance
         self.column, self.reasoning_end, self.weight = column, reasoning_end, weight
         self._math: Guard | None = None
         if verifier == "math":
@@ -64,19 +78,41 @@ class Accuracy:
         answer = None if text is None else answers.extract(text, self.extract)
         if answer is None:
             return 0.0
-        same = answers.equal(answer, gold) or self._same_expression(answer, gold)
+        same = self._same(answer, gold)
         return None if same is None else float(same)
+
+    def _same(self, answer: str, gold: str) -> bool | None:
+        match self.verifier:
+            case "exact":
+                return answer == gold
+            case "choice":
+                return answers.choice(answer) == gold
+        return answers.equal(answer, gold, self.tolerance) or self._same_expression(answer, gold)
 
     def _gold(self, row: dict[str, Any], index: int) -> str | None:
         value = row.get(self.column)
+        if self.verifier == "choice" and value is not None:
+            return self._letter(value, row, index)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if value is not None and not isinstance(value, str):
-            raise UserError(
-                f"reward.accuracy: column '{self.column}' of row {row.get('id', index)} is {value!r:.100}: it must be "
-                "text or a number; name another one with reward.accuracy.column=<column>"
-            )
+            raise self._bad(value, row, index, "text or a number")
         return None if value is None else answers.gold_answer(value)
+
+    def _letter(self, value: Any, row: dict[str, Any], index: int) -> str | None:
+        if type(value) is int and 0 <= value < 26:
+            return chr(ord("A") + value)
+        gold = answers.gold_answer(value) if isinstance(value, str) else None
+        letter = gold and answers.choice(gold)
+        if letter is None and not (isinstance(value, str) and not value.strip()):
+            raise self._bad(value, row, index, "a letter, or the number of an option from 0")
+        return letter
+
+    def _bad(self, value: Any, row: dict[str, Any], index: int, what: str) -> UserError:
+        return UserError(
+            f"{self.key}: column '{self.column}' of row {row.get('id', index)} is {value!r:.100}: it must be {what}; "
+            f"name another one with {self.key}.column=<column>"
+        )
 
     def _same_expression(self, answer: str, gold: str) -> bool | None:
         """What math-verify says; two numbers were already compared exactly."""

@@ -50,6 +50,15 @@ NUMBER = re.compile(
 # No sign after a digit or a bracket (5-3 ends in 3), no number inside a word (v2).
 NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])(?:(?<![)\]}}]){NUMBER.pattern})", re.VERBOSE)
 
+# A letter that is picked, at the beginning: "(B)", "B) Paris", "B: Paris", "option B"; "B or C" and "A dog" pick none.
+CHOICE = re.compile(
+    r"(?:(?:option|choice|letter)\s)?"
+    r"(?:[(\[]([a-z])[)\]]|([a-z])(?=$|[).:]|\s?[-–—]\s|,?\s(?:because|since|as)\b))",
+    re.IGNORECASE,
+)
+# A second one behind it: "(B) or (C)", "A) 3 B) 4".
+SECOND_CHOICE = re.compile(r"[(\[][A-Za-z][)\]]|\b[A-Z]\)|^[\s).:]{0,4}(?:or|and|/|,|&)\s?[A-Za-z]\b(?!')")
+
 LONGEST_NUMBER = 100  # characters; what is longer is compared as text, so that no value costs memory
 LONGEST_UNIT = 4  # words
 
@@ -104,13 +113,27 @@ def gold_answer(text: str) -> str | None:
     return _after_hash(text) if "####" in text else text.strip() or None
 
 
-def equal(answer: str, gold: str) -> bool:
-    """Whether two answers are the same, as the module's docstring says."""
+def equal(answer: str, gold: str, tolerance: float = 0.0) -> bool:
+    """Whether two answers are the same, as the module's docstring says.
+
+    tolerance: numbers are the same up to this share of `gold`; 0 = exactly.
+    """
     value, wanted = number(answer), number(gold)
+    if value is not None and wanted is not None:
+        return abs(value - wanted) <= Fraction(str(tolerance)) * abs(wanted)
     if value is not None or wanted is not None:
-        return value == wanted
+        return False
     text = plain(answer)
     return bool(text) and text == plain(gold)
+
+
+def choice(answer: str) -> str | None:
+    """The letter that an answer to a multiple-choice question picks, as a capital; None for none and for several."""
+    text = unwrapped(answer).strip("*_ ")
+    match = CHOICE.match(text)
+    if match is None or SECOND_CHOICE.search(text[match.end() :]):
+        return None
+    return (match[1] or match[2]).upper()
 
 
 # ---- where the answer is -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import inspect
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -116,3 +117,58 @@ def test_a_comparison_that_hangs_is_unscorable(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 5
     assert reward.counters == {"timeouts": 1, "errors": 0}
     reward.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("B", "B", 1.0),
+        ("(b)", "B", 1.0),
+        ("B) Paris", "(B)", 1.0),
+        ("The answer is (B) Paris, of course.", "B", 1.0),
+        ("Answer: B. Paris is the capital.", "B", 1.0),
+        ("The answer is B, because it is the capital.", "B", 1.0),
+        (r"so \boxed{\text{(B)}}", "B", 1.0),
+        ("Answer: **B**", 1, 1.0),  # numbered from 0
+        ("The answer is B", "C", 0.0),
+        ("(B) or (C)", "B", 0.0),
+        ("The answer is B or C", "B", 0.0),
+        ("(B), C", "B", 0.0),
+        ("A) 3 B) 4", "A", 0.0),
+        ("A dog", "A", 0.0),
+        ("I think it is B", "B", 0.0),  # in passing
+        ("", "B", 0.0),
+        ("B", "", None),
+        ("B", None, None),
+    ],
+)
+def test_multiple_choice(completion: str, answer: object, score: float | None) -> None:
+    assert one(Accuracy(verifier="choice"), completion, answer) == score
+
+
+@pytest.mark.parametrize("answer", ["Paris", 26, -1, True, 1.0])
+def test_a_right_choice_that_is_no_letter_is_refused(answer: object) -> None:
+    with pytest.raises(UserError, match=r"reward\.accuracy: column 'answer' of row 0 is .* must be a letter"):
+        one(Accuracy(verifier="choice"), "B", answer)
+
+
+def test_exactly_the_same_text() -> None:
+    exact = Accuracy(verifier="exact", extract="whole")
+    assert [one(exact, text, "Paris") for text in ("Paris", " Paris\n", "paris", "Paris.", "")] == [1, 1, 0, 0, 0]
+    assert one(exact, "1,000", "1000") == 0.0
+    assert one(Accuracy(verifier="exact"), r"so \boxed{x+1}", "x+1") == 1.0
+
+
+def test_numbers_within_a_tolerance() -> None:
+    """1% of 200 is 2; of 0 nothing is within any share."""
+    close = Accuracy(tolerance=0.01)
+    assert [one(close, text, "200") for text in ("198", "202", "197.9", "202.1", "-200", "many")] == [1, 1, 0, 0, 0, 0]
+    assert [one(close, text, "0") for text in ("0", "0.001")] == [1, 0]
+    assert one(close, "3.14", "22/7") == 1.0  # 22/7 - 3.14 = 0.0029
+    assert one(Accuracy(), "3.14", "22/7") == 0.0
+
+
+@pytest.mark.parametrize(("verifier", "tolerance"), [("exact", 0.1), ("choice", 0.1), ("text", 1.0), ("text", -0.1)])
+def test_a_tolerance_that_means_nothing_is_refused(verifier: Any, tolerance: float) -> None:
+    with pytest.raises(UserError, match=r"reward\.accuracy\.tolerance: .* type reward\.accuracy\.tolerance="):
+        Accuracy(verifier=verifier, tolerance=tolerance)
