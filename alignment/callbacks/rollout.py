@@ -16,6 +16,7 @@ from alignment.batch import Batch, Example, concat, pad, side_by_side
 from alignment.losses.completion_stats import repetition
 from alignment.losses.reduce import REDUCTIONS, step_count
 from alignment.losses.sampling import informative_groups
+from alignment.reward.combine import rows_of
 from alignment.rollout.hf import Mixture
 
 # Seeds of training rollouts, of evaluations and of the reference's samples are drawn from disjoint ranges, all of them
@@ -185,9 +186,8 @@ class RolloutCallback(L.Callback):
         tokenizer = module.source.tokenizer
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = [example.columns for example in batch.examples for _ in range(batch.group_size)]
         before = self.rewards.counters
-        scores = self.rewards(batch.texts, rows)
+        scores = self.rewards(batch.texts, rows_of(batch))
         for name, count in self.rewards.counters.items():
             module.meter.total(f"reward/{name}", count - before.get(name, 0))
         if scores.total and all(value is None for value in scores.total) and not self._told_of_unscorable:

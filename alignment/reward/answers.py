@@ -25,6 +25,7 @@ Every regular expression here takes time linear in the text, whatever a policy w
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from fractions import Fraction
 from typing import Literal
 
@@ -104,6 +105,23 @@ def after(text: str, end: str) -> str | None:
     """What follows the last `end` (a closing reasoning tag); None where the reasoning never ended."""
     _, found, rest = text.rpartition(end)
     return rest if found else None
+
+
+def last_block(text: str, marks: Collection[str]) -> str | None:
+    """The last closed Markdown block whose mark is one of these ("" = none, "json"); None where there is none."""
+    found, block, fence, mark = None, None, 0, ""
+    for line in text.splitlines():
+        stripped = line.strip()
+        ticks = len(stripped) - len(stripped.lstrip("`"))
+        if block is None:
+            if ticks >= 3 and "`" not in stripped[ticks:]:
+                block, fence, mark = [], ticks, stripped[ticks:].strip().lower()
+        elif ticks >= fence and ticks == len(stripped):
+            found = "".join(f"{line}\n" for line in block) if mark in marks else found
+            block = None
+        else:
+            block.append(line)
+    return found
 
 
 def gold_answer(text: str) -> str | None:

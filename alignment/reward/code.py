@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alignment.errors import UserError
+from alignment.reward.answers import last_block
 from alignment.reward.sandbox import Limits, Sandbox
+
+PYTHON = ("", "python", "py", "python3")  # marks of a block
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Code:
     def _score(self, completion: str, tests: list[Test]) -> float | None:
         if not tests:
             return None
-        program = completion if self.extract == "text" else last_block(completion)
+        program = completion if self.extract == "text" else last_block(completion, PYTHON)
         if program is None:
             return 0.0
         num_passed = 0
@@ -164,23 +167,6 @@ def asserts(source: str, entry: Any, where: str) -> Asserts:
             f"that does with reward.code.entry_column (it holds {entry!r:.40} here)"
         )
     return Asserts(source, entry if isinstance(entry, str) else None)
-
-
-def last_block(text: str) -> str | None:
-    """The last closed ``` block that is marked python, py, python3 or not at all; None where there is none."""
-    found, block, marker = None, None, ""
-    for line in text.splitlines():
-        stripped = line.strip()
-        if block is None:
-            if stripped.startswith("```") and "`" not in stripped.lstrip("`"):
-                marker, block = stripped.lstrip("`").strip().lower(), []
-        elif stripped.startswith("```") and not stripped.strip("`"):
-            if marker in ("", "python", "py", "python3"):
-                found = "\n".join(block) + "\n"
-            block = None
-        else:
-            block.append(line)
-    return found
 
 
 def same_output(printed: bytes, expected: str) -> bool:

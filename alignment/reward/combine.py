@@ -10,10 +10,22 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from alignment.batch import Batch
 from alignment.errors import UserError
 
 Scored = list[float | None]
 Reward = Callable[[list[str], list[dict]], Sequence[float | None]]
+
+
+# Where rewards find a completion's number of tokens in its row; no dataset column is called that.
+NUM_TOKENS = "completion tokens"
+
+
+def rows_of(batch: Batch) -> list[dict[str, Any]]:
+    """What rewards see besides each completion's text: its prompt's row, and how many tokens it has."""
+    rows = [example.columns for example in batch.examples for _ in range(batch.group_size)]
+    lengths = batch.completion_mask.sum(-1).tolist()
+    return [row | {NUM_TOKENS: length} for row, length in zip(rows, lengths, strict=True)]
 
 
 class RewardError(UserError, ValueError):

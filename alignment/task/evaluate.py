@@ -29,7 +29,7 @@ from alignment.experiment.record import plain, write_summary
 from alignment.experiment.statistics import NUM_RESAMPLES, Estimate, mean_interval
 from alignment.losses.selection import pass_at_k
 from alignment.model.hf import HFModel
-from alignment.reward.combine import RewardSet, Scores
+from alignment.reward.combine import RewardSet, Scores, rows_of
 from alignment.task.inference import Inference, build_rewards, inference_problems, prompts
 
 log = logging.getLogger("alignment")
@@ -144,8 +144,7 @@ def sampled(
     with tqdm(total=total, desc=what, unit=" completions") as bar:
         for number, chunk in enumerate(chunks):
             batch = model.complete(chunk, num_samples, number=number)
-            rows = [example.columns for example in batch.examples for _ in range(num_samples)]
-            scores = rewards(batch.texts, rows)
+            scores = rewards(batch.texts, rows_of(batch))
             measure(batch, scores, values)
             found.append((batch, scores))
             bar.update(len(batch))

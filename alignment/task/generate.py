@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from alignment.batch import Batch
 from alignment.experiment.record import plain, write_summary
-from alignment.reward.combine import Scores
+from alignment.reward.combine import Scores, rows_of
 from alignment.task.inference import Inference, build_rewards, inference_problems, prompts
 
 log = logging.getLogger("alignment")
@@ -50,8 +50,7 @@ def run(
         bar = stack.enter_context(tqdm(total=len(examples) * num_samples, desc="generate", unit=" completions"))
         for number, start in enumerate(range(0, len(examples), batch_size)):
             batch = model.complete(examples[start : start + batch_size], num_samples, number=number)
-            rows = [example.columns for example in batch.examples for _ in range(num_samples)]
-            scores = rewards(batch.texts, rows) if rewards.rewards else None
+            scores = rewards(batch.texts, rows_of(batch)) if rewards.rewards else None
             totals.add(batch, scores)
             for line in _lines(batch, scores):
                 _write(generated, line)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from alignment.errors import UserError
-from alignment.reward.code import Code, last_block, same_output
+from alignment.reward.answers import last_block
+from alignment.reward.code import PYTHON, Code, same_output
 from alignment.reward.jail import descendants
 
 SQUARES = {
@@ -127,11 +128,12 @@ def test_all_or_nothing() -> None:
         ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
         ("```python\nx = 1", None),  # cut off
         ("x = 1", None),
-        ("```python\n````\n```", "\n"),  # a longer fence closes too
+        ("```python\nx = 1\n````\n", "x = 1\n"),  # a longer fence closes too, a shorter one does not
+        ("````python\n```\n````", "```\n"),
     ],
 )
 def test_the_last_closed_block_is_the_program(text: str, program: str | None) -> None:
-    assert last_block(text) == program
+    assert last_block(text, PYTHON) == program
 
 
 def test_a_completion_without_a_block_scores_0() -> None:
