@@ -189,7 +189,8 @@ def numbers_in_range(cfg: Config) -> Iterator[str]:
     for key, value in _numbers(cfg):
         name = key.rpartition(".")[2]
         if name in BOUNDS:
-            greedy = key == "evaluation.temperature" or (key == "rollout.temperature" and _only_speaks(cfg))
+            measures = key.startswith(("evaluation.", "reward."))
+            greedy = measures or (key == "rollout.temperature" and _only_speaks(cfg))
             words, holds = EVALUATION_TEMPERATURE if greedy else BOUNDS[name]
             if not holds(value):
                 words = words if math.isfinite(value) else f"finite, {words}"

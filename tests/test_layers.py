@@ -38,8 +38,9 @@ ROWS: dict[str, set[str]] = {
     "pipeline": {"yaml"},
     "sweep": {"yaml"},
 }
-# Files beside the packages that belong to a row of another name: what composes, checks and starts runs.
+# Files beside the packages that belong to a row of another name: what composes, checks, starts runs; what asks servers.
 ROW_OF: dict[str, str] = dict.fromkeys(("help", "jobs", "rules", "signatures", "validate"), "config")
+ROW_OF["json_client"] = "errors"
 # It answers before anything heavy is imported, so it stands apart from the rows before it.
 ALONE = {"config": {"errors", "config"}}
 

@@ -79,26 +79,36 @@ class RolloutCallback(L.Callback):
         """Completions of the next prompts, scored. Which they are follows from the number of draws so far alone."""
         number, self.num_draws = self.num_draws, self.num_draws + 1
         examples = trainer.datamodule.prompts_for(number)
-        own = module.group_size - module.reference_sample
-        rollout = self.sample(trainer, module, examples, own, seed=number)
+        if module.reference_sample:
+            return self._beside_reference(trainer, module, examples, number)
+        rollout = self.sample(trainer, module, examples, module.group_size, seed=number)
         log_rollout(module.meter, "rollout", rollout)
         if module.greedy_baseline:
             greedy = self.sample(trainer, module, examples, 1, seed=number, temperature=0.0).rewards
             assert greedy is not None
             rollout.greedy_rewards = greedy.repeat_interleave(module.group_size)
             module.meter.mean("rollout/greedy_reward", greedy)
-        return self._beside_reference(trainer, module, rollout, number) if module.reference_sample else rollout
+        return rollout
 
-    def _beside_reference(self, trainer: Any, module: Any, rollout: Batch, number: int) -> Batch:
-        """One completion of the reference, or of its mixture with the policy, after each prompt's of the policy."""
-        coef, seed = module.mixture_coef, REFERENCE_SEED + number
-        other = self.complete(trainer, module, rollout.examples, 1, seed=seed, mixture_coef=coef)
-        self.score(module, other)
-        assert other.rewards is not None
-        module.meter.mean(f"rollout/{'reference' if coef == 1 else 'mixture'}_reward", other.rewards)
-        for batch, is_reference in ((rollout, False), (other, True)):
+    @torch.no_grad()
+    def _beside_reference(self, trainer: Any, module: Any, examples: Sequence[Example], number: int) -> Batch:
+        """After each prompt's completions of the policy one of the reference, or of its mixture with the policy; scored
+        together, for rewards that compare."""
+        coef, size = module.mixture_coef, module.group_size
+        own = self.complete(trainer, module, examples, size - 1, seed=number)
+        other = self.complete(trainer, module, examples, 1, seed=REFERENCE_SEED + number, mixture_coef=coef)
+        for batch, is_reference in ((own, False), (other, True)):
             batch.from_reference = torch.full((len(batch),), is_reference)
-        return side_by_side([rollout, other])
+        both = side_by_side([own, other])
+        started = time.perf_counter()
+        self.score(module, both)
+        module.meter.total("time/reward", time.perf_counter() - started)
+        rows = torch.arange(len(both)).view(-1, size)
+        log_rollout(module.meter, "rollout", both.select(rows[:, :-1]))
+        assert both.rewards is not None
+        name = "reference" if coef == 1 else "mixture"
+        module.meter.mean(f"rollout/{name}_reward", both.rewards[rows[:, -1]])
+        return both
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_draws": self.num_draws}

@@ -37,7 +37,8 @@ class CosineLength(Accuracy):
         super().__init__(**common)
         if longest < 1:
             raise UserError(f"{self.key}.longest: {longest} is no length: type {self.key}.longest=1024")
-        self.longest, self.exceeded, self.unit = longest, exceeded, unit
+        self.longest, self.exceeded = longest, exceeded
+        self.unit: Unit = unit
         self.ends = {True: (right_short, right_long), False: (wrong_short, wrong_long)}
 
     def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float | None]:

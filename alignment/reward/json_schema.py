@@ -85,7 +85,8 @@ def _checked(value: Any, where: str) -> str:
         schema: Any = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, (dict, bool)):
             raise ValueError("a schema is an object, true or false")
-        validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
+        kind: Any = validator_for(schema, jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:
         said = error.message if isinstance(error, jsonschema.SchemaError) else error
         raise UserError(f"reward.json_schema: {where} is no JSON Schema: {said}") from error

@@ -36,7 +36,8 @@ class Length:
                 f"reward.length.slope: it must be at least 1 and at most longest={longest}, not {slope}: type "
                 f"reward.length.slope={max(1, longest // 5)}"
             )
-        self.longest, self.slope, self.unit, self.weight = longest, slope, unit, weight
+        self.longest, self.slope, self.weight = longest, slope, weight
+        self.unit: Unit = unit
 
     def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
         """Scores from -1 to 0, one for each completion."""

@@ -6,15 +6,23 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from alignment.batch import Example, collate
+from alignment.batch import Batch, Example, collate
 from alignment.errors import UserError
 from alignment.model.hf import HFModel, named
 from alignment.model.scorer import completion_scores
+
+
+class Tokens(NamedTuple):
+    """Ids of a prompt and a completion; mask: where the model says something, None = it is not asked for."""
+
+    prompt: list[int]
+    completion: list[int]
+    mask: list[bool] | None = None
 
 
 class RewardModel:
@@ -26,6 +34,9 @@ class RewardModel:
     path: folder or hub name. batch_size: completions of one forward pass. dtype: of the weights, auto = as saved.
     device: where it is kept; None = the accelerator if there is one. weight: factor of this reward in the total.
     """
+
+    key: ClassVar[str] = "reward.model"
+    trained_by: ClassVar[str] = "reward_model"
 
     def __init__(
         self,
@@ -39,19 +50,22 @@ class RewardModel:
         self.name, self.batch_size, self.device, self.weight = path, batch_size, device, weight
         if (Path(path).expanduser() / "adapter_config.json").is_file():
             raise UserError(
-                f"reward.model.path: {path} is an adapter: merge it into its base first (algorithm=reward_model does), "
-                "then type reward.model.path=<that folder>"
+                f"{self.key}.path: {path} is an adapter: merge it into its base first (algorithm={self.trained_by} "
+                f"does), then type {self.key}.path=<that folder>"
             )
         self.source = HFModel(path, adapter="none", dtype=dtype)
-        with named("reward.model"):
+        with named(self.key):
             self.source.folder  # noqa: B018 (told at once, not at the first rollout)
 
     @cached_property
     def model(self) -> nn.Module:
         """The weights, loaded when they are first needed."""
-        with named("reward.model"):
-            model = self.source.frozen_scorer()
+        with named(self.key):
+            model = self.load()
         return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def load(self) -> nn.Module:
+        return self.source.frozen_scorer()
 
     @torch.no_grad()
     def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float | None]:
@@ -61,16 +75,20 @@ class RewardModel:
         for examples in _batches(texts, self.batch_size):
             batch = collate(examples).to(next(self.model.parameters()).device)
             with torch.autocast(batch.prompt_ids.device.type, enabled=False):
-                scores += completion_scores(self.model, batch).float().tolist()
+                scores += self.score(batch).float().tolist()
         return scores
 
+    def score(self, batch: Batch) -> Tensor:
+        """(N,)"""
+        return completion_scores(self.model, batch)
+
     # ---- as it was trained ------------------------------------------------------------------------------------------
-    def _tokens(self, row: dict[str, Any], text: str) -> tuple[list[int], list[int]]:
-        """Prompt and completion as ids; the completion ends in the end token."""
+    def _tokens(self, row: dict[str, Any], text: str) -> Tokens:
+        """The completion ends in the end token."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             end: Any = self.source.tokenizer.eos_token_id
-            return [*self._bos, *self._ids(prompt)], [*self._continued(text), end]
+            return Tokens([*self._bos, *self._ids(prompt)], [*self._continued(text), end])
         if not prompt:
             raise UserError("a row without a prompt: a reward model scores an answer to something")
         options = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
@@ -81,13 +99,13 @@ class RewardModel:
         whole = self._show([*asked, reply], **options)
         if not whole.startswith(head):  # a template that opens the reply otherwise than it shows it later
             ids = self._ended(self._ids(whole))
-            return ids[:1], ids[1:]
-        return self._ids(head), self._ended(self._continued(whole[len(head) :]))
+            return Tokens(ids[:1], ids[1:])
+        return Tokens(self._ids(head), self._ended(self._continued(whole[len(head) :])))
 
     def _show(self, messages: list[dict[str, Any]], **options: Any) -> str:
         tokenizer = self.source.tokenizer
         if tokenizer.chat_template is None:
-            raise UserError(f"reward.model.path: {self.name} has no chat template, and the prompts are messages")
+            raise UserError(f"{self.key}.path: {self.name} has no chat template, and the prompts are messages")
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)  # pyright: ignore
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -111,10 +129,14 @@ class RewardModel:
         return joined[len(front) :] if prefixes and joined[: len(front)] == front else self._ids(text)
 
 
-def _batches(texts: list[tuple[list[int], list[int]]], size: int) -> Iterator[list[Example]]:
+def _batches(texts: list[Tokens], size: int) -> Iterator[list[Example]]:
     """In order; neighbours with the same prompt as one example, as long as all of a batch have equally many."""
-    groups = [(prompt, [ids for _, ids in group]) for prompt, group in groupby(texts, key=lambda pair: pair[0])]
-    examples = [Example(p, ids[i : i + size]) for p, ids in groups for i in range(0, len(ids), size)]
+    examples = []
+    for prompt, found in groupby(texts, key=lambda text: text.prompt):
+        group = list(found)
+        for part in (group[i : i + size] for i in range(0, len(group), size)):
+            masks = [text.mask for text in part if text.mask is not None]
+            examples.append(Example(prompt, [text.completion for text in part], masks or None))
     for count, alike in groupby(examples, key=lambda example: len(example.completions)):
         rows, step = list(alike), max(1, size // count)
         yield from (rows[i : i + step] for i in range(0, len(rows), step))

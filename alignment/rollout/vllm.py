@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from alignment.errors import UserError
+from alignment.json_client import JSONClient, Reply, Unreachable
 from alignment.model.adapters import POLICY
 from alignment.rollout.decoding import Settings
 from alignment.rollout.hf import Completions, check_request, evaluating, state_of
-from alignment.rollout.json_client import JSONClient, Reply, Unreachable
 
 START = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve <model folder> --enable-lora --max-lora-rank <model.lora.r> "
@@ -67,7 +67,7 @@ class VLLMEngine:
     ) -> None:
         self.max_new_tokens, self.temperature, self.top_p, self.top_k = max_new_tokens, temperature, top_p, top_k
         self.url, self.output_dir, self.max_requests = url, Path(output_dir), max_requests
-        self._client = JSONClient(url, timeout=timeout, num_tries=num_tries)
+        self._client = self._client_of(timeout=timeout, num_tries=num_tries)
         self._run, self._version = uuid.uuid4().hex[:8], 0
         self._synced: weakref.ref[nn.Module] | None = None
         self._state: object = None
@@ -75,10 +75,13 @@ class VLLMEngine:
         self._processed: bool | None = None  # whether the server's log-probs are those after temperature and truncation
         self._meet()
 
+    def _client_of(self, *, timeout: float, num_tries: int) -> JSONClient:
+        return JSONClient(self.url, timeout=timeout, num_tries=num_tries, key_variable="VLLM_API_KEY")
+
     # ---- the server -------------------------------------------------------------------------------------------------
     def _meet(self) -> None:
         """Before anything heavy happens: is it there, what does it serve, does it load adapters."""
-        client = JSONClient(self.url, timeout=min(30.0, self._client.timeout), num_tries=self._client.num_tries)
+        client = self._client_of(timeout=min(30.0, self._client.timeout), num_tries=self._client.num_tries)
         try:
             models = client.get("/v1/models")
             # Without a name: 400 where the route exists, 404 where the server was started without it.
@@ -171,7 +174,7 @@ class VLLMEngine:
 
     def _close(self) -> None:
         if self._adapter is not None:
-            self._drop(JSONClient(self.url, timeout=5, num_tries=1), self._adapter)
+            self._drop(self._client_of(timeout=5, num_tries=1), self._adapter)
 
     def _name_for(self, policy: nn.Module) -> str:
         """What the server calls the weights that are on in the policy: its adapter, or the base."""

@@ -16,7 +16,7 @@ from alignment.errors import UserError
 from alignment.model.scorer import completion_scores
 from alignment.model.tiny import Tiny
 from alignment.reward.combine import RewardSet
-from alignment.reward.model import RewardModel, _batches
+from alignment.reward.model import RewardModel, Tokens, _batches
 
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
 LONG = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1? Think first."}]
@@ -69,7 +69,7 @@ def test_its_tokens_are_those_of_its_training(folder: Path) -> None:
     examples, _ = encode([row], "pairs", source.tokenizer, max_prompt_tokens=None, max_completion_tokens=None)
     reward = RewardModel(path=str(folder))
     got = [reward._tokens({"prompt": LONG}, text) for text in ("2", "3")]
-    assert got == [(examples[0].prompt_ids, ids) for ids in examples[0].completions]
+    assert got == [(examples[0].prompt_ids, ids, None) for ids in examples[0].completions]
     want = completion_scores(reward.model, collate(examples)).tolist()
     assert reward(["2", "3"], [{"prompt": LONG}] * 2) == pytest.approx(want, abs=1e-6)
 
@@ -96,13 +96,14 @@ def test_the_set_of_rewards_takes_it(folder: Path) -> None:
 
 
 def test_neighbours_share_their_prompt_and_the_order_stays() -> None:
-    texts = [([1], [2]), ([1], [3]), ([1], [4]), ([5], [6]), ([5], [7]), ([5], [8]), ([9], [10])]
+    pairs = [([1], [2]), ([1], [3]), ([1], [4]), ([5], [6]), ([5], [7]), ([5], [8]), ([9], [10])]
+    texts = [Tokens(*pair) for pair in pairs]
     found = list(_batches(texts, 6))
     assert found == [[Example([1], [[2], [3], [4]]), Example([5], [[6], [7], [8]])], [Example([9], [[10]])]]
     split = list(_batches(texts, 2))
     assert max(sum(len(e.completions) for e in batch) for batch in split) == 2
     flat = [(e.prompt_ids, ids) for batch in split for e in batch for ids in e.completions]
-    assert flat == texts
+    assert flat == pairs
 
 
 def test_what_cannot_score_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 
+from alignment import json_client
 from alignment.errors import UserError
 from alignment.model.adapters import adapter_off, use_adapter
 from alignment.model.smollm2 import SmolLM2
-from alignment.rollout import json_client
 from alignment.rollout.hf import HFEngine
 from alignment.rollout.vllm import VLLMEngine
 

@@ -20,6 +20,10 @@ class Unreachable(Exception):
     """Nothing came back within the bound: refused, broken off, timed out, or only answers of a broken server (5xx)."""
 
 
+class NoAnswer(Unreachable):
+    """The server took the request and said nothing in time."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """What the server said. value: parsed JSON, or the text where it is none."""
@@ -41,11 +45,17 @@ class Reply:
 
 
 class JSONClient:
-    """Asks one server. A key in VLLM_API_KEY is sent along; proxies are not used, the server is a neighbour."""
+    """Asks one server, from any thread.
 
-    def __init__(self, url: str, *, timeout: float, num_tries: int) -> None:
-        self.url, self.timeout, self.num_tries = url.rstrip("/"), timeout, num_tries
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    key_variable: environment variable whose content is sent as the key, where there is one; read for each request and
+        kept nowhere. proxies: whether those of the environment are used; a server beside the run needs none.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float, num_tries: int, key_variable: str | None = None, proxies: bool = False
+    ) -> None:
+        self.url, self.timeout, self.num_tries, self.key_variable = url.rstrip("/"), timeout, num_tries, key_variable
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(None if proxies else {}))
 
     def get(self, path: str) -> Reply:
         return self._ask(urllib.request.Request(self.url + path))
@@ -56,7 +66,7 @@ class JSONClient:
 
     def _ask(self, request: urllib.request.Request) -> Reply:
         """The reply, an error of ours (4xx) included. Raises Unreachable."""
-        if key := os.environ.get("VLLM_API_KEY"):
+        if self.key_variable and (key := os.environ.get(self.key_variable)):
             request.add_header("Authorization", f"Bearer {key}")
         why = ""
         for number in range(self.num_tries):
@@ -73,7 +83,7 @@ class JSONClient:
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", None) or error
                 if isinstance(reason, TimeoutError):  # the same request would take as long again
-                    raise Unreachable(f"no answer within {self.timeout:g} s") from error
+                    raise NoAnswer(f"no answer within {self.timeout:g} s") from error
                 why = f"{type(reason).__name__}: {reason}"
         raise Unreachable(f"{why}; {self.num_tries} tries")
 
