@@ -307,14 +307,15 @@ def adapter_leaves_base_alone(cfg: Config) -> Iterator[str]:
 
 
 def policy_can_be_served(cfg: Config) -> Iterator[str]:
-    """An engine outside this process has the base from its folder and gets the adapter: nothing else may change."""
-    if not says(cfg, "rollout", "adapters_only", False):
+    """An engine outside this process has the base from its folder and gets what is trained: nothing else may change."""
+    if not says(cfg, "rollout", "other_process", False):
         return
-    if get(cfg, "model.adapter", "none") in (None, "none"):
+    if says(cfg, "algorithm", "samples_in_process", False):
         yield (
-            "rollout: the server is sent adapters, but model.adapter=none trains all weights: type model.adapter=lora,"
-            " or rollout=hf"
+            f"rollout: {algorithm_name(cfg)} samples from models that the server is not sent, or at every step: type"
+            " rollout=hf"
         )
+    if get(cfg, "model.adapter", "none") in (None, "none"):
         return
     plain = {"use_dora": False, "modules_to_save": None, "bias": "none"}
     for name, value in plain.items():
@@ -326,11 +327,6 @@ def policy_can_be_served(cfg: Config) -> Iterator[str]:
         yield (
             f"model.lora.init_lora_weights: {init} changes the base weights, and the server keeps those of the folder:"
             " type model.lora.init_lora_weights=true, or rollout=hf"
-        )
-    if says(cfg, "algorithm", "samples_in_process", False):
-        yield (
-            f"rollout: {algorithm_name(cfg)} samples from models that the server is not sent, or at every step: type"
-            " rollout=hf"
         )
 
 

@@ -32,9 +32,12 @@ import torch
 import transformers
 from torch import nn
 
-from alignment.batch import pad
-from alignment.model.smollm2 import SmolLM2
-from alignment.rollout.hf import HFEngine
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from alignment.batch import pad  # noqa: E402
+from alignment.model.smollm2 import SmolLM2  # noqa: E402
+from alignment.rollout.hf import HFEngine  # noqa: E402
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 METHODS = ("engine", "generate", "generate_chunks", "generate_merged")

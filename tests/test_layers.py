@@ -26,7 +26,7 @@ ROWS: dict[str, set[str]] = {
     "losses": {"torch"},
     "model": {"torch", "transformers", "peft", "bitsandbytes", "safetensors", "filelock"},
     "ref_strategy": {"torch", "transformers", "safetensors", "filelock"},
-    "reward": {"torch", "transformers", "math_verify", "reasoning_gym", "jsonschema", "referencing"},
+    "reward": {"torch", "transformers", "peft", "math_verify", "reasoning_gym", "jsonschema", "referencing"},
     "rollout": {"torch", "transformers"},
     "data": {"torch", "transformers", "datasets", "pyarrow", "lightning", "reasoning_gym"},
     "strategy": {"torch", "lightning", "transformers", "deepspeed", "bitsandbytes"},

@@ -38,7 +38,7 @@ class RolloutCallback(L.Callback):
         self.num_eval_samples, self.eval_temperature = num_eval_samples, eval_temperature
         self._synced_step: tuple[int, int] | None = None
         self.num_draws = 0  # times that prompts were taken; in checkpoints
-        self._told_of_missing = self._told_of_unscorable = False
+        self._told_of_missing = self._told_of_unscorable = self._told_of_policy = False
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if not module.online:
@@ -193,6 +193,9 @@ class RolloutCallback(L.Callback):
 
     def score(self, module: Any, batch: Batch) -> None:
         """Decode and reward. NaN marks a completion that no reward could score."""
+        if not self._told_of_policy:
+            self._told_of_policy = True
+            self.rewards.share(module.policy, module.source.folder, module.trainer.precision_plugin.forward_context)
         tokenizer = module.source.tokenizer
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)

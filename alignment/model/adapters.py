@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 
-POLICY, REFERENCE, CRITIC = "default", "reference", "critic"
+POLICY, REFERENCE, CRITIC, REWARD = "default", "reference", "critic", "reward"
 # Initialisations that take something out of the base weights and put it into the adapter (pissa also as pissa_niter_4).
 CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 # Parts of parameter names that only adapters have.
@@ -163,19 +163,56 @@ def copy_adapter(policy: nn.Module, name: str) -> None:
     all adapters but the active one), and no random number of the run is used up. The copy has no dropout.
     """
     model = _peft(policy)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config: Any = copy.deepcopy(model.peft_config[POLICY])
-    config.lora_dropout = 0.0
     if str(config.init_lora_weights).lower().startswith(CHANGE_BASE):
         config.init_lora_weights = True  # theirs would change the base once more; the values are copied below anyway
+    with _further_adapter(model, name, config):
+        copies = adapter_parameters(model, name)
+        with torch.no_grad():
+            for key, parameter in adapter_parameters(model, POLICY).items():
+                copies[key].copy_(parameter)
+
+
+@contextmanager
+def _further_adapter(model: PeftModel, name: str, config: Any) -> Iterator[None]:
+    """One more adapter, frozen and without dropout, to be filled in the context. What was trained before stays so."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config.lora_dropout = 0.0
     with torch.random.fork_rng(devices=[]):
         model.add_adapter(name, config)
-    copies = adapter_parameters(model, name)
-    with torch.no_grad():
-        for key, parameter in adapter_parameters(model, POLICY).items():
-            copies[key].copy_(parameter)
+    yield
+    for parameter in adapter_parameters(model, name).values():
+        parameter.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
+
+
+def add_reward_adapter(policy: nn.Module, folder: str) -> nn.Linear:
+    """Put the adapter of a reward model onto the policy's base, frozen, as "reward" (see `use_adapter`); its head.
+
+    folder: as `HFModel.save` writes it for a scorer beside the whole model. Raises UserError where it has weights that
+    this base has no place for, or no head.
+    """
+    config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
+    heads = {name: tensor for name, tensor in weights.items() if ".lora_" not in name}
+    weight = [tensor for name, tensor in heads.items() if name.endswith(".weight")]
+    if len(weight) != 1 or weight[0].dim() != 2:
+        raise UserError(f"{folder} is no reward model: its adapter has {len(weight)} heads instead of one")
+    settings: Any = config
+    settings.modules_to_save, settings.task_type, settings.inference_mode = None, "CAUSAL_LM", False
+    with _further_adapter(_peft(policy), REWARD, settings):
+        layers = {name: tensor for name, tensor in weights.items() if name not in heads}
+        done: Any = set_peft_model_state_dict(_peft(policy), layers, adapter_name=REWARD)
+    lost = sorted(done.unexpected_keys) + sorted(k for k in done.missing_keys if f".{REWARD}." in k)
+    if lost:
+        raise UserError(f"{folder} does not fit the policy's base, see {lost[0]}: take a reward model of that base")
+    shape = (weight[0].shape[1], weight[0].shape[0])
+    head: Any = nn.utils.skip_init(nn.Linear, *shape, bias=len(heads) > 1)  # draws nothing
+    with torch.no_grad():
+        head.weight.copy_(weight[0])
+        if head.bias is not None:
+            head.bias.copy_(next(tensor for name, tensor in heads.items() if name.endswith(".bias")))
+    return head.requires_grad_(False)
 
 
 def trainable_state(policy: nn.Module) -> dict[str, Tensor]:

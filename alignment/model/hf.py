@@ -353,6 +353,7 @@ class HFModel:
         written is read back and compared. Raises UserError where a tensor is empty, missing or different.
 
         A scorer is written as one plain model, its adapter merged in: what loads it needs neither peft nor the base.
+        The adapter with its head is beside it, in `adapter/`, for a policy that shares the base (reward=model).
         """
         if has_score_head(policy):
             self._save_scorer(policy, Path(folder), state_dict)
@@ -389,6 +390,11 @@ class HFModel:
         tokenizer.padding_side = "right"
         tokenizer.save_pretrained(folder)
         check_written(folder, weights)
+        if isinstance(policy, PeftModel):
+            live, config = policy, policy.peft_config[POLICY]
+            config.base_model_name_or_path = self.folder
+            live.save_pretrained(str(folder / "adapter"), selected_adapters=[POLICY], save_embedding_layers=False)
+            self.tokenizer.save_pretrained(folder / "adapter")
 
 
 def check_written(folder: Path, expected: Mapping[str, Tensor]) -> None:

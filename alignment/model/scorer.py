@@ -24,16 +24,17 @@ from alignment.model.logprobs import completion_states
 HEADS = ("score", "classifier")
 
 
-def completion_scores(model: nn.Module, batch: Batch, *, path: str = "auto") -> Tensor:
+def completion_scores(model: nn.Module, batch: Batch, *, path: str = "auto", head: nn.Linear | None = None) -> Tensor:
     """(N,) float32, differentiable: the head of one label at the last token of each completion.
 
-    model: what `HFModel.scorer()` gives. path as for `completion_logprobs`. Raises UserError for a head of more labels,
-    and for a completion without tokens, which has no place for a score.
+    model: what `HFModel.scorer()` gives, or a language model with a `head` beside it. path as for
+    `completion_logprobs`. Raises UserError for a head of more labels, and for a completion without tokens, which has no
+    place for a score.
     """
     lengths = batch.completion_mask.sum(-1)
     if (empty := (lengths == 0).nonzero().flatten().tolist()) and batch.group_size:
         raise UserError(f"completion {empty[0]} of the batch has no tokens: drop the row, or give it an EOS token")
-    head = score_head(model)
+    head = head or score_head(model)
     if head.out_features != 1:
         raise UserError(f"the head has {head.out_features} labels, and a score is one number: take a reward model")
     last = lengths.cumsum(0) - 1

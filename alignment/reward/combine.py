@@ -74,6 +74,12 @@ class RewardSet:
             for kind, count in getattr(reward, "counters", {}).items()
         }
 
+    def share(self, policy: Any, base: str, context: Callable[[], Any]) -> None:
+        """Tell rewards that can stand on the policy's own base about it (see `RewardModel.share`)."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "share"):
+                reward.share(policy, base, context)  # pyright: ignore[reportFunctionMemberAccess]
+
     def close(self) -> None:
         """End the processes that rewards have started."""
         for reward in self.rewards.values():

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from alignment.batch import Batch, Example, collate
 from alignment.errors import UserError
+from alignment.model.adapters import REWARD, add_reward_adapter, use_adapter
 from alignment.model.hf import HFModel, named
 from alignment.model.scorer import completion_scores
+
+log = logging.getLogger("alignment")
 
 
 class Tokens(NamedTuple):
@@ -31,12 +37,15 @@ class RewardModel:
     What is scored is text: the prompt and the completion under the reward model's own chat template and tokenizer, up
     to its end token, whatever the policy's are. A completion that was cut off is scored as if it ended there.
 
+    `adapter/` in that folder is the reward model as an adapter. Where the policy has an adapter on the same base, it
+    joins that one (`share`): policy, reference, critic and reward model hold one copy of the weights, and it is
+    computed in the run's precision, as the policy is. Elsewhere it loads its base for itself.
+
     path: folder or hub name. batch_size: completions of one forward pass. dtype: of the weights, auto = as saved.
     device: where it is kept; None = the accelerator if there is one. weight: factor of this reward in the total.
     """
 
     key: ClassVar[str] = "reward.model"
-    trained_by: ClassVar[str] = "reward_model"
 
     def __init__(
         self,
@@ -48,21 +57,42 @@ class RewardModel:
         weight: float = 1.0,
     ) -> None:
         self.name, self.batch_size, self.device, self.weight = path, batch_size, device, weight
-        if (Path(path).expanduser() / "adapter_config.json").is_file():
-            raise UserError(
-                f"{self.key}.path: {path} is an adapter: merge it into its base first (algorithm={self.trained_by} "
-                f"does), then type {self.key}.path=<that folder>"
-            )
-        self.source = HFModel(path, adapter="none", dtype=dtype)
+        self.adapter = self._adapter(Path(path).expanduser())
+        base, template = (path, None) if self.adapter is None else _base_of(self.adapter)
+        self.source = HFModel(base, adapter="none", dtype=dtype, chat_template=template)
         with named(self.key):
             self.source.folder  # noqa: B018 (told at once, not at the first rollout)
+        self.head: nn.Linear | None = None
+        self._context: Callable[[], AbstractContextManager] = nullcontext
+
+    def _adapter(self, folder: Path) -> str | None:
+        """The folder, where it holds an adapter with a head and not a whole model."""
+        return str(folder) if (folder / "adapter_config.json").is_file() else None
+
+    def share(self, policy: nn.Module | None, base: str, context: Callable[[], AbstractContextManager]) -> None:
+        """Join the policy's base, if this is an adapter on it; once, before anything is scored.
+
+        base: where the policy's base was loaded from. context: what the policy's passes run in.
+        """
+        if self.adapter is None or "model" in vars(self) or not isinstance(policy, PeftModel):
+            return
+        if self.source.folder != base:
+            log.info("%s: its base is %s, not the policy's: it loads its own copy", self.key, self.source.folder)
+            return
+        with named(self.key):
+            self.head = add_reward_adapter(policy, self.adapter).to(next(policy.parameters()).device)
+        self.model, self._context = policy, context
 
     @cached_property
     def model(self) -> nn.Module:
         """The weights, loaded when they are first needed."""
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         with named(self.key):
-            model = self.load()
-        return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            if self.adapter is None:
+                return self.load().to(device)
+            host = get_peft_model(self.source.frozen(), LoraConfig(r=1, target_modules="all-linear"))  # pyright: ignore
+            self.head = add_reward_adapter(host, self.adapter).to(device)
+            return host.eval().to(device)
 
     def load(self) -> nn.Module:
         return self.source.frozen_scorer()
@@ -74,13 +104,16 @@ class RewardModel:
         scores: list[float | None] = []
         for examples in _batches(texts, self.batch_size):
             batch = collate(examples).to(next(self.model.parameters()).device)
-            with torch.autocast(batch.prompt_ids.device.type, enabled=False):
+            with torch.autocast(batch.prompt_ids.device.type, enabled=False), self._context():
                 scores += self.score(batch).float().tolist()
         return scores
 
     def score(self, batch: Batch) -> Tensor:
         """(N,)"""
-        return completion_scores(self.model, batch)
+        if self.head is None:
+            return completion_scores(self.model, batch)
+        with use_adapter(self.model, REWARD):
+            return completion_scores(self.model, batch, head=self.head)
 
     # ---- as it was trained ------------------------------------------------------------------------------------------
     def _tokens(self, row: dict[str, Any], text: str) -> Tokens:
@@ -127,6 +160,18 @@ class RewardModel:
         front, joined = self._ids("\n"), self._ids("\n" + text)
         prefixes = self._ids("\na")[len(front) :] != self._ids("a")
         return joined[len(front) :] if prefixes and joined[: len(front)] == front else self._ids(text)
+
+
+def _base_of(adapter: str) -> tuple[str, str | None]:
+    """Where an adapter's base is, and the chat template beside it. UserError where it gives no scores."""
+    config: Any = PeftConfig.from_pretrained(adapter)
+    if config.task_type != "SEQ_CLS":
+        raise UserError(
+            f"reward.model.path: {adapter} is an adapter that gives no scores ({config.task_type}): type "
+            "reward.model.path=<model/ or model/adapter/ of a run of algorithm=reward_model>"
+        )
+    template = Path(adapter) / "chat_template.jinja"
+    return config.base_model_name_or_path, str(template) if template.is_file() else None
 
 
 def _batches(texts: list[Tokens], size: int) -> Iterator[list[Example]]:

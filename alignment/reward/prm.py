@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ class ProcessRewardModel(RewardModel):
     """
 
     key: ClassVar[str] = "reward.prm"
-    trained_by: ClassVar[str] = "prm"
 
     def __init__(
         self,
@@ -39,6 +39,13 @@ class ProcessRewardModel(RewardModel):
         self.aggregate, self.separator = aggregate, separator
         if not separator or not self._continued(separator):
             raise UserError("reward.prm.separator: it has no token to ask: type reward.prm.separator='\"\\n\"'")
+
+    def _adapter(self, folder: Path) -> str | None:
+        if super()._adapter(folder):
+            raise UserError(
+                f"{self.key}.path: {folder} is an adapter: type {self.key}.path=<model/ of a run of algorithm=prm>"
+            )
+        return None
 
     def load(self) -> nn.Module:
         model = self.source.frozen_scorer(2, per_token=True)

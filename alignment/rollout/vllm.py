@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server that runs beside this process and is sent the adapter after every change of it."""
+"""Sampling by a vLLM server that runs beside this process and is sent what is trained after every change of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ START = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve <model folder> --enable-lora --max-lora-rank <model.lora.r> "
     "--generation-config vllm"
 )
+START_WHOLE = "VLLM_SERVER_DEV_MODE=1 vllm serve <model folder> --generation-config vllm"
 PROBE_TOKENS = 16
 # Mean difference in nats per token at which the server's model is no rounding of the policy: bfloat16 gives about 0.02.
 MAX_GAP = 1.0
@@ -37,25 +38,26 @@ _log = logging.getLogger(__name__)
 class VLLMEngine:
     """The interface of HFEngine, with a running vLLM server (0.32) as the sampler.
 
-    A policy is trained through a LoRA adapter; all weights cannot be sent. A frozen model without adapter is the base.
-
     `sync` writes the adapter into a folder and has the server load it under a name of its own per version; every reply
-    must name it. What the server does otherwise is the base model's folder, its number format, and nothing of its
-    generation config: every request says all of its settings.
+    must name it. Where all weights are trained, `sync` writes them all and has the server read them in place of its
+    own: such a server serves this run alone, and keeps its last weights. What it does otherwise is the base model's
+    folder, its number format, and nothing of its generation config: every request says all of its settings.
 
-    url: of the server. output_dir: the run's folder, which the server must be able to read under the same path.
-    timeout: seconds for one request (a group of completions). num_tries: of a request that breaks off.
-    max_requests: prompts that are with the server at a time.
+    url: of the server. adapter: what is trained, as model.adapter says: "lora", or "none" for all weights.
+    output_dir: the run's folder, which the server must be able to read under the same path. timeout: seconds for one
+    request (a group of completions). num_tries: of a request that breaks off. max_requests: prompts that are with the
+    server at a time.
 
     Making one asks the server who it is. Raises UserError where nothing answers, or where it cannot load adapters.
     """
 
-    adapters_only: ClassVar[bool] = True
+    other_process: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
         url: str,
+        adapter: Literal["lora", "none"] = "lora",
         output_dir: str,
         max_new_tokens: int,
         temperature: float = 1.0,
@@ -67,6 +69,7 @@ class VLLMEngine:
     ) -> None:
         self.max_new_tokens, self.temperature, self.top_p, self.top_k = max_new_tokens, temperature, top_p, top_k
         self.url, self.output_dir, self.max_requests = url, Path(output_dir), max_requests
+        self.adapter, self._start = adapter, START if adapter == "lora" else START_WHOLE
         self._client = self._client_of(timeout=timeout, num_tries=num_tries)
         self._run, self._version = uuid.uuid4().hex[:8], 0
         self._synced: weakref.ref[nn.Module] | None = None
@@ -84,11 +87,11 @@ class VLLMEngine:
         client = self._client_of(timeout=min(30.0, self._client.timeout), num_tries=self._client.num_tries)
         try:
             models = client.get("/v1/models")
-            # Without a name: 400 where the route exists, 404 where the server was started without it.
-            route = client.post("/v1/load_lora_adapter", {})
+            # Without what they need: 400 where the route exists, 404 where the server was started without it.
+            route = client.post("/v1/load_lora_adapter" if self.adapter == "lora" else "/collective_rpc", {})
         except (Unreachable, ValueError) as error:  # ValueError: no URL at all
             raise UserError(
-                f"rollout.url: no vLLM server answers at {self.url} ({error}): start one with `{START}` and type "
+                f"rollout.url: no vLLM server answers at {self.url} ({error}): start one with `{self._start}` and type "
                 "rollout.url=http://<host>:8000, or type rollout=hf"
             ) from error
         cards = [card for card in _cards(models) if not card.get("parent")]
@@ -98,7 +101,8 @@ class VLLMEngine:
                 "type rollout.url=<its address>, and put its key into the environment variable VLLM_API_KEY"
             )
         if route.status in (404, 405):
-            raise UserError(f"rollout.url: the server at {self.url} loads no adapters: start it with `{START}`")
+            what = "loads no adapters" if self.adapter == "lora" else "takes no weights"
+            raise UserError(f"rollout.url: the server at {self.url} {what}: start it with `{self._start}`")
         self.base, self.max_model_len = cards[0]["id"], cards[0].get("max_model_len")
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Reply:
@@ -124,7 +128,7 @@ class VLLMEngine:
         """Have the server load the policy's adapter, and drop the former one. One process does it for all ranks.
 
         compute_dtype: the number format of training, under which the policy is compared with the server; None =
-        autocast's, where it is on. Raises UserError for a model that trains all its weights.
+        autocast's, where it is on. A model that trains nothing is the server's base already.
         """
         if hasattr(policy, "get_base_model"):  # peft marks a base with `peft_config` too
             former, self._version = self._adapter, self._version + 1
@@ -132,9 +136,26 @@ class VLLMEngine:
             if self._version == 1 and _rank() == 0:
                 atexit.register(self._close)
         elif any(parameter.requires_grad for parameter in policy.parameters()):
-            raise UserError("rollout=vllm: only adapters are sent to the server: type model.adapter=lora or rollout=hf")
+            if self.adapter == "lora":
+                raise UserError("rollout.adapter: all weights of this model are trained: type rollout.adapter=none")
+            self._version += 1
+            _on_rank_zero(lambda: self._replace(policy, f"weights-{self._run}-{self._version}"))
+        elif self.adapter == "none" and self._version:
+            raise UserError("rollout=vllm: the server has the policy's weights now, not this model's: type rollout=hf")
         self._synced, self._state = weakref.ref(policy), state_of(policy)
         self._compare(policy, self._name_for(policy), compute_dtype)
+
+    def _replace(self, policy: Any, name: str) -> str:
+        """Have the server read all weights anew; what it has cached of prompts is of the former ones."""
+        folder = self._folder(name)
+        policy.save_pretrained(folder)
+        reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        for path, body in (("/collective_rpc", reading), ("/reset_prefix_cache", {})):
+            reply = self._post(path, body)
+            if not reply.ok:
+                self._refused(f"does not take the weights in {folder}; it must see that folder", reply)
+        shutil.rmtree(folder)
+        return name
 
     def _load(self, policy: Any, name: str, former: str | None) -> str:
         folder = self._folder(name)
@@ -181,14 +202,13 @@ class VLLMEngine:
         if self._synced is None or self._synced() is not policy:
             self.sync(policy)
         _, adapters = now = state_of(policy)
-        if all(off for off, _ in adapters):
+        if adapters and all(off for off, _ in adapters):
             return self.base
         if {active for off, active in adapters if not off} - {POLICY, str([POLICY])}:
             raise UserError("rollout=vllm: the server knows the policy's own adapter only: type rollout=hf")
         if self._state != now:
             self.sync(policy)
-        assert self._adapter is not None
-        return self._adapter
+        return self._adapter or self.base
 
     def _compare(self, policy: Any, name: str, compute_dtype: torch.dtype | None) -> None:
         """That the weights called `name` answer, and that their log-probs are the policy's up to rounding.

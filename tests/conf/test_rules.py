@@ -60,7 +60,7 @@ class Moving:
     moves = True
 
 class Serving:
-    adapters_only = True
+    other_process = True
 
 class Sampling:
     online = True
@@ -251,7 +251,6 @@ CASES: dict[str, list[tuple[Callable[[], dict[str, Any]], str, str]]] = {
         (lambda: reference("Adapter", model__lora__bias="all"), "model.lora.bias", "ref_strategy=frozen"),
     ],
     "policy_can_be_served": [
-        (lambda: served(model__adapter="none"), "rollout", "model.adapter=lora"),
         (lambda: served(model__lora__use_dora=True), "model.lora.use_dora", "model.lora.use_dora=false"),
         (lambda: served(model__lora__modules_to_save=["x"]), "model.lora.modules_to_save", "modules_to_save=null"),
         (lambda: served(model__lora__bias="all"), "model.lora.bias", "model.lora.bias=none"),

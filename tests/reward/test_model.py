@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,52 @@ def test_the_set_of_rewards_takes_it(folder: Path) -> None:
     assert scores.total == [score and 0.5 * score for score in plain]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
+    """A reward model with an adapter that does something, saved as one model and as the adapter beside it."""
+    torch.manual_seed(1)
+    source, place = Tiny(path=str(tmp_path_factory.mktemp("models"))), tmp_path_factory.mktemp("reward")
+    model = source.scorer()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    source.save(model, place)
+    return source, place
+
+
+def test_an_adapter_scores_as_the_whole_model_does_alone_and_on_the_policys_base(trained: tuple[Tiny, Path]) -> None:
+    source, place = trained
+    rows, said = [{"prompt": ASKED}, {"prompt": ASKED}, {"prompt": LONG}], ["4", "five, as everybody knows", "2"]
+    want = RewardModel(path=str(place))(said, rows)
+    alone = RewardModel(path=str(place / "adapter"))
+    assert alone(said, rows) == pytest.approx(want, rel=1e-4, abs=1e-5)
+    policy, before = source.policy(), torch.get_rng_state()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1  # the policy's own adapter must not be in the scores
+    sizes = [p.numel() for p in policy.parameters()]
+    trains = {name for name, p in policy.named_parameters() if p.requires_grad}
+    shared = RewardModel(path=str(place / "adapter"))
+    shared.share(policy, source.folder, nullcontext)
+    assert shared.model is policy
+    assert shared(said, rows) == pytest.approx(want, rel=1e-4, abs=1e-5)
+    assert sum(p.numel() for p in policy.parameters()) < 1.5 * sum(sizes)  # an adapter more, no second base
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trains
+    assert torch.equal(torch.get_rng_state(), before)
+    assert policy.active_adapter == "default"  # pyright: ignore
+
+
+def test_on_another_base_it_keeps_to_itself(trained: tuple[Tiny, Path], tmp_path: Path) -> None:
+    _, place = trained
+    other = Tiny(path=str(tmp_path), seed=5)
+    reward = RewardModel(path=str(place / "adapter"))
+    reward.share(other.policy(), other.folder, nullcontext)
+    want = RewardModel(path=str(place))(["4"], [{"prompt": ASKED}])
+    assert reward(["4"], [{"prompt": ASKED}]) == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
 def test_neighbours_share_their_prompt_and_the_order_stays() -> None:
     pairs = [([1], [2]), ([1], [3]), ([1], [4]), ([5], [6]), ([5], [7]), ([5], [8]), ([9], [10])]
     texts = [Tokens(*pair) for pair in pairs]
@@ -113,7 +160,7 @@ def test_what_cannot_score_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^reward\.model\.path: .* is no trained scorer"):
         RewardModel(path=source.folder)(["4"], [{"prompt": ASKED}])
     source.save(source.policy(), tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"reward\.model\.path: .* is an adapter: merge it"):
+    with pytest.raises(UserError, match=r"reward\.model\.path: .* is an adapter that gives no scores \(CAUSAL_LM\)"):
         RewardModel(path=str(tmp_path / "adapter"))
     reward = RewardModel(path=str(folder))
     with pytest.raises(UserError, match="without a prompt"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
+from safetensors.torch import load_file
 
 from alignment import json_client
 from alignment.errors import UserError
@@ -36,7 +38,7 @@ class Stub:
         self.adapters: dict[str, dict] = {}
         self.loaded: list[str] = []
         self.asked: list[tuple[str, dict]] = []
-        self.processed = False
+        self.processed, self.takes_weights, self.num_resets = False, False, 0
         self.loads_adapters = True
         self.fails = 0  # next so many requests end with 500
         self.slow = 0.0
@@ -49,6 +51,8 @@ class Stub:
             return 200, {"data": [*cards, {"id": "base", "parent": None, "max_model_len": 40}]}
         if path == "/v1/completions":
             return self.complete(body)
+        if path in ("/collective_rpc", "/reset_prefix_cache"):
+            return self.replace(path, body) if self.takes_weights else (404, {"detail": "Not Found"})
         if not self.loads_adapters:
             return 404, {"detail": "Not Found"}
         if "lora_name" not in body:
@@ -61,6 +65,21 @@ class Stub:
         else:
             del self.adapters[body["lora_name"]]
         return 200, "done"
+
+    def replace(self, path: str, body: dict) -> tuple[int, Any]:
+        if path == "/reset_prefix_cache":
+            self.num_resets += 1
+        elif body.get("method") != "reload_weights":
+            return 400, {"detail": "Missing 'method' in request body"}
+        else:
+            weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+            self.model.get_base_model().load_state_dict(self.renamed(weights), strict=False)
+        return 200, {"results": [None]}
+
+    def renamed(self, weights: dict) -> dict:
+        """Under the names that PEFT gives the layers below its adapters."""
+        known = self.model.get_base_model().state_dict()
+        return {k if k in known else k.replace(".weight", ".base_layer.weight"): v for k, v in weights.items()}
 
     @torch.no_grad()
     def complete(self, body: dict) -> tuple[int, Any]:
@@ -149,8 +168,6 @@ def stub(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def policy(stub: Any, tiny_llama) -> PeftModel:
     """The stub's base in a module of its own, with an adapter that does something."""
-    import copy
-
     base = copy.deepcopy(stub.model).unload()
     policy = get_peft_model(base, LoraConfig(**LORA))
     shift(policy)
@@ -360,7 +377,7 @@ def test_replies_that_are_not_what_was_asked_for(
 
 def test_without_adapter_and_too_long(stub: Any, policy: Any, tiny_llama, tmp_path: Path) -> None:
     ours = engine(stub, tmp_path)
-    with pytest.raises(UserError, match=r"type model\.adapter=lora or rollout=hf"):
+    with pytest.raises(UserError, match=r"type rollout\.adapter=none"):
         ours.sync(tiny_llama)
     with pytest.raises(UserError, match="the model has 40 positions"):
         sampled(ours, policy, max_new_tokens=60)
@@ -399,19 +416,48 @@ def test_a_server_that_was_restarted_says_how_to_go_on(stub: Any, policy: Any, t
         sampled(ours, policy)
 
 
+def test_all_weights_are_sent_where_all_are_trained(stub: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"takes no weights: start it with `VLLM_SERVER_DEV_MODE=1"):
+        engine(stub, tmp_path, adapter="none")
+    stub.takes_weights, stub.loads_adapters = True, False
+    policy = copy.deepcopy(stub.model).unload().requires_grad_(True).train()
+    ours, theirs, seen = engine(stub, tmp_path, adapter="none"), HFEngine(max_new_tokens=12, dtype="policy"), []
+    for number in range(1, 3):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        ours.sync(policy)
+        one, other = sampled(ours, policy, temperature=0.0), sampled(theirs, policy, temperature=0.0)
+        assert one.ids == other.ids
+        seen.append(one.ids)
+        assert stub.num_resets == number  # cached prompts are of former weights
+    assert seen[0] != seen[1] and policy.training
+    assert not list((tmp_path / "vllm").iterdir())  # what the server has read is not kept
+    with torch.no_grad():
+        next(policy.parameters()).add_(0.1)
+    sampled(ours, policy)  # it is seen that the weights are others, without `sync`
+    assert stub.num_resets == 3
+    with pytest.raises(UserError, match=r"not this model's"):
+        sampled(ours, copy.deepcopy(policy).requires_grad_(False))
+
+
 # ---- a real server ---------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_real_server_serves_what_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_real_server_serves_what_is_trained(tmp_path: Path, adapter: Any) -> None:
     """SmolLM2 in float32 (docs/rollout.md): greedy tokens as of `hf`, before and after an update; log-probs of both.
 
     The server is that of ALIGNMENT_VLLM_URL; without it this test has nothing to ask, and fails saying so.
     """
     url = os.environ.get("ALIGNMENT_VLLM_URL")
     assert url, "start a server as docs/rollout.md says, and set ALIGNMENT_VLLM_URL to its address"
-    source = SmolLM2(lora={"r": 16, "target_modules": "all-linear"})
+    source = SmolLM2(adapter=adapter, lora={"r": 16, "target_modules": "all-linear"})
     torch.manual_seed(0)
     policy: Any = source.policy()
-    served, local = VLLMEngine(url=url, output_dir=str(tmp_path), max_new_tokens=24), HFEngine(max_new_tokens=24)
+    served, local = (
+        VLLMEngine(url=url, adapter=adapter, output_dir=str(tmp_path), max_new_tokens=24),
+        HFEngine(max_new_tokens=24),
+    )
     ask = [[{"role": "user", "content": f"Name {n} things that are found in a kitchen."}] for n in range(2, 66)]
     prompts = [source.tokenizer.apply_chat_template(a, add_generation_prompt=True, return_dict=False) for a in ask]
     options: dict[str, Any] = {"group_size": 1, "stop_ids": source.stop_ids, "pad_id": 0, "seed": 0}
