@@ -21,6 +21,16 @@ Reward = Callable[[list[str], list[dict]], Sequence[float | None]]
 NUM_TOKENS = "completion tokens"
 
 
+# What is measured of every rollout or evaluation under the same prefix as each reward's own scores.
+MEASURED = frozenset(
+    [
+        *("reward", "reward_std", "zero_std_groups", "shaped_reward", "greedy_reward", "reference_reward", "loss"),
+        *("mixture_reward", "kept_reward", "kept", "length", "finished", "repetition", "entropy", "kl", "kl_seq"),
+        *("draws", "informative", "replayed", "scores_margin", "ties", "win_prob", "beta", "explained_variance"),
+    ]
+)
+
+
 def rows_of(batch: Batch) -> list[dict[str, Any]]:
     """What rewards see besides each completion's text: its prompt's row, and how many tokens it has."""
     rows = [example.columns for example in batch.examples for _ in range(batch.group_size)]
@@ -52,6 +62,8 @@ class RewardSet:
     def __init__(self, rewards: Mapping[str, tuple[Reward, float]]) -> None:
         self.rewards = {name: reward for name, (reward, _) in rewards.items()}
         self.weights = {name: float(weight) for name, (_, weight) in rewards.items()}
+        for name in sorted(MEASURED & self.weights.keys()):
+            raise UserError(f"reward.{name}: there is a metric of that name: give this reward another, as {name}_score")
         for name, weight in self.weights.items():
             if not math.isfinite(weight):
                 raise UserError(f"reward.{name}.weight: {weight} is not a finite number")

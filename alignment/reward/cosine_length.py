@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from alignment.errors import UserError
 from alignment.reward.accuracy import Accuracy
-from alignment.reward.length import Unit, length_of
+from alignment.reward.length_penalty import Unit, length_of
 
 
 class CosineLength(Accuracy):
@@ -17,7 +17,7 @@ class CosineLength(Accuracy):
     What is right is decided as in reward=accuracy, whose options this has too; unscorable there is unscorable here.
 
     longest: length at which the wave ends. right_short, right_long, wrong_short, wrong_long: scores at its two ends.
-    exceeded: score of a completion that is `longest` or more, right or wrong. unit: see Length.
+    exceeded: score of a completion that is `longest` or more, right or wrong. unit: see LengthPenalty.
     """
 
     key: ClassVar[str] = "reward.cosine_length"

@@ -122,3 +122,9 @@ def test_counters_and_closing_reach_every_reward() -> None:
     assert rewards.counters == {"slow/timeouts": 2, "slow/errors": 0}
     rewards.close()
     assert counting.closed
+
+
+def test_a_reward_called_as_a_metric_is_refused() -> None:
+    """Its scores would be averaged with what that metric measures."""
+    with pytest.raises(UserError, match=r"reward\.length: there is a metric of that name"):
+        RewardSet({"length": (lambda completions, rows: [0.0], 1.0)})

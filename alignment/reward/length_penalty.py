@@ -22,7 +22,7 @@ def length_of(completion: str, row: dict[str, Any], unit: Unit, key: str) -> int
     return row[NUM_TOKENS]
 
 
-class Length:
+class LengthPenalty:
     """DAPO's soft overlong punishment (2503.14476 eq. 13): 0, then a slope down to -1, then -1.
 
     longest: length from which it is -1. slope: how long before that it begins to fall; the paper has 20480 and 4096.
@@ -33,8 +33,8 @@ class Length:
     def __init__(self, *, longest: int, slope: int, unit: Unit = "tokens", weight: float = 1.0) -> None:
         if not 0 < slope <= longest:
             raise UserError(
-                f"reward.length.slope: it must be at least 1 and at most longest={longest}, not {slope}: type "
-                f"reward.length.slope={max(1, longest // 5)}"
+                f"reward.length_penalty.slope: it must be at least 1 and at most longest={longest}, not {slope}: type "
+                f"reward.length_penalty.slope={max(1, longest // 5)}"
             )
         self.longest, self.slope, self.weight = longest, slope, weight
         self.unit: Unit = unit
@@ -42,5 +42,5 @@ class Length:
     def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
         """Scores from -1 to 0, one for each completion."""
         pairs = zip(completions, rows, strict=True)
-        lengths = [length_of(text, row, self.unit, "reward.length") for text, row in pairs]
+        lengths = [length_of(text, row, self.unit, "reward.length_penalty") for text, row in pairs]
         return [min(0.0, max(-1.0, (self.longest - self.slope - length) / self.slope)) for length in lengths]

@@ -11,7 +11,7 @@ from alignment.errors import UserError
 WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]|[^\W_]+(?:['’][^\W_]+)*")
 
 
-class Repetition:
+class RepetitionPenalty:
     """-(share of the pieces of `ngram` words that occur before in the completion): 0 = nothing twice, towards -1.
 
     The n-gram penalty of 2502.03373 (section 4.3) in the form that open-r1 uses, `1 - unique / all`, over whole
@@ -22,12 +22,13 @@ class Repetition:
 
     def __init__(self, *, ngram: int = 4, weight: float = 1.0) -> None:
         if ngram < 1:
-            raise UserError(f"reward.repetition.ngram: {ngram} is no number of words: type reward.repetition.ngram=4")
+            key = "reward.repetition_penalty.ngram"
+            raise UserError(f"{key}: {ngram} is no number of words: type {key}=4")
         self.ngram, self.weight = ngram, weight
 
     def __call__(self, completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
         """Scores from -1 to 0, one for each completion."""
-        return [-repeated(WORD.findall(text.casefold()), self.ngram) for text in completions]
+        return [0.0 - repeated(WORD.findall(text.casefold()), self.ngram) for text in completions]
 
 
 def repeated(words: list[str], size: int) -> float:

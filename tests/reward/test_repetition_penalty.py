@@ -7,7 +7,7 @@ import random
 import pytest
 
 from alignment.errors import UserError
-from alignment.reward.repetition import Repetition, repeated
+from alignment.reward.repetition_penalty import RepetitionPenalty, repeated
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from alignment.reward.repetition import Repetition, repeated
     ],
 )
 def test_score(text: str, ngram: int, score: float) -> None:
-    assert Repetition(ngram=ngram)([text], [{}]) == [pytest.approx(score)]
+    assert RepetitionPenalty(ngram=ngram)([text], [{}]) == [pytest.approx(score)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13])
@@ -36,5 +36,5 @@ def test_pieces_are_counted_as_a_set_of_tuples_would(size: int) -> None:
 
 
 def test_no_words_are_refused() -> None:
-    with pytest.raises(UserError, match=r"reward\.repetition\.ngram: 0"):
-        Repetition(ngram=0)
+    with pytest.raises(UserError, match=r"reward\.repetition_penalty\.ngram: 0"):
+        RepetitionPenalty(ngram=0)
