@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,7 +28,7 @@ class Stub:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.say: Callable[[list[str]], str] = lambda answers: "Score: 5"
-        self.status, self.body, self.url = 200, None, ""
+        self.status, self.body, self.url, self.finish = 200, None, "", "stop"
         self.stop: Callable[[], None] = lambda: None
 
 
@@ -49,7 +50,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
             if state.body is not None or state.status != 200:
                 return self.reply(state.body or {"error": {"message": "no"}})
             answers = [match[2] for match in ANSWER.findall(asked["messages"][0]["content"])]
-            return self.reply({"choices": [{"message": {"content": state.say(answers)}}]})
+            return self.reply(
+                {"choices": [{"message": {"content": state.say(answers)}, "finish_reason": state.finish}]}
+            )
 
         def reply(self, value: Any) -> None:
             data = json.dumps(value).encode()
@@ -89,6 +92,8 @@ def judge(stub: Stub, **options: Any) -> Judge:
         ("Score: 7/10", 0.7),
         ("score:0", 0.0),
         ("Score: 10.", 1.0),
+        ("Score: 7/100", None),  # another scale
+        ("Score: 4/5", None),
         ("Score: 11", None),  # more than there is
         ("Score: -3", None),
         ("Score: 3\nBut maybe not.", None),  # the last line is the verdict
@@ -117,6 +122,33 @@ def test_what_is_asked(stub: Stub) -> None:
     assert (first["model"], first["temperature"]) == ("m", 0.0)
     assert first["messages"][0]["content"].startswith("How good is the answer to: user: Why $5?")
     assert 'one line: "Score: <number from 0 to 100>"' in first["messages"][0]["content"]
+
+
+def test_a_verdict_that_was_cut_off_is_none(stub: Stub) -> None:
+    """The beginning of "Score: 10"."""
+    stub.say, stub.finish = (lambda answers: "Score: 1"), "length"
+    reward = judge(stub)
+    assert reward(["x"], [{"prompt": "?"}]) == [None]
+    assert reward.counters == {"timeouts": 0, "errors": 1}
+
+
+@pytest.mark.parametrize("key", ["s3cret\n", "s3cret\rx", "s3cret’"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(UserError, match=r"reward\.judge\.key_variable: what is in JUDGE_KEY is no key") as caught:
+        judge(stub)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_server_that_repeats_the_key_does_not_get_it_shown(stub: Stub, status: int) -> None:
+    reward = judge(stub, num_tries=1)
+    stub.status, stub.body = status, {"error": {"message": "not with s3cret"}}
+    with pytest.raises(UserError, match=r"not with \*\*\*") as caught:
+        reward(["x"], [{"prompt": "p"}])
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_wins_within_the_group_in_both_orders(stub: Stub) -> None:
