@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 from collections.abc import Iterator
@@ -158,9 +159,11 @@ class Code:
 def asserts(source: str, entry: Any, where: str) -> Asserts:
     """A test of asserts, refused where it would pass whatever the program does."""
     try:
-        compile(source, "tests", "exec")
+        tree = ast.parse(source, "tests")
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{where}: a test is no Python: {error}: {source!r:.100}") from error
+    if not any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree)):
+        raise UserError(f"{where}: a test without an assert passes whatever the program does: {source!r:.100}")
     if "def check(" in source and not isinstance(entry, str):
         raise UserError(
             f"{where}: its test defines check(candidate), but no function is named as the candidate: name the column "

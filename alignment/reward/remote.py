@@ -38,7 +38,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Gone(BaseException):
-    """The other side is no longer there, or speaks nonsense. No `except Exception` of a test may swallow that."""
+    """The other side is no longer there, or speaks nonsense. No `except Exception` of a test may swallow that, and
+    where a bare `except:` does, it still counts: see `happened`."""
+
+    happened = False
+
+    def __init__(self) -> None:
+        Gone.happened = True
 
 
 class RemoteError(Exception):
@@ -335,6 +341,17 @@ def serve(source: str) -> None:
         side.answer(message[1:])
 
 
+def used_as_modules(tree: ast.AST) -> set[str]:
+    """Names of the standard library that the tests use as `math.isclose` and in no other way.
+
+    The tests get the real module whatever the program calls so: else its own `math` would decide.
+    """
+    names = {node: node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bases = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in names}
+    other = {name for node, name in names.items() if node not in bases}
+    return {names[node] for node in bases} & (sys.stdlib_module_names - other)
+
+
 def check(tests: str, entry_point: str | None) -> bool:
     """The tests' process: run them against the stand-ins. True where they all held."""
     side = Side(trusted=True)
@@ -344,11 +361,12 @@ def check(tests: str, entry_point: str | None) -> bool:
     )
     wanted = sorted(name for name in used if name and not hasattr(builtins, name) and not name.startswith("__"))
     modules, others = side.request("names", wanted)[1]
-    space: dict[str, Any] = {"__name__": "tests"}
+    own = used_as_modules(tree) - {entry_point}
+    space: dict[str, Any] = {"__name__": "tests"} | {name: __import__(name) for name in own}
     for name, module in modules.items():
-        if name in wanted and module in sys.stdlib_module_names:
+        if name in wanted and name not in own and module in sys.stdlib_module_names:
             space[name] = __import__(module)
-    space |= {name: side.unpack(data) for name, data in others.items() if name in wanted}
+    space |= {name: side.unpack(data) for name, data in others.items() if name in wanted and name not in own}
     exec(compile(tree, "tests.py", "exec"), space)
     if entry_point and "check" in space and not isinstance(space["check"], Remote):
         space["check"](space[entry_point])
@@ -361,11 +379,10 @@ def check(tests: str, entry_point: str | None) -> bool:
 def verdict(tests: str, entry_point: str | None) -> str:
     """One word for the reward: passed, failed (a test did not hold) or gone (the program was no longer there)."""
     try:
-        return "passed" if check(tests, entry_point) else "failed"
-    except Gone:
-        return "gone"
+        word = "passed" if check(tests, entry_point) else "failed"
     except BaseException:
-        return "failed"
+        word = "failed"
+    return "gone" if Gone.happened else word
 
 
 def main() -> None:

@@ -25,6 +25,9 @@ BELOW = {
     "tests": ["assert f(2) < 5", "assert f(2) <= 4", "assert f(2) - 4 < 1e-6", "assert 4 in [f(2)]", "assert 4 in f(2)"]
 }
 STACK = {"tests": ["s = Stack()\ns.push(3)\ns.push(4)\nassert s.pop() == 4\nassert len(s) == 1\nassert 3 in s"]}
+CLOSE = {"tests": ["assert math.isclose(f(2), 4.0)"]}  # imports nothing: MBPP leaves that to the program
+BARE = {"tests": ["try:\n    assert f(2) == 4\nexcept:\n    pass"]}
+MODULE = {"tests": ["assert calendar(2) == 4"]}
 RAISES = {"tests": ["try:\n    f(-1)\n    assert False, 'no error'\nexcept ValueError:\n    pass"]}
 LIKES_ALL = """
 class Yes(int):
@@ -95,6 +98,10 @@ CASES: list[tuple[str, str, dict[str, Any], float | None]] = [
     ("patches and searches", PATCH, SQUARES, 0.0),
     ("speaks for the tests", CHANNEL, SQUARES, 0.0),
     ("is named as what the tests define", "def check(x): pass\norder = lambda x: None", HUMAN_EVAL, 0.0),
+    ("brings its own math", "class math:\n    isclose = lambda *a, **k: True\ndef f(n): return 0.0", CLOSE, 0.0),
+    ("right with math", "import math\ndef f(n): return 4.0", CLOSE, 1.0),
+    ("is named as a module", "def calendar(n): return 4", MODULE, 1.0),
+    ("ends early in a bare except", "import os\ndef f(n): os._exit(0)", BARE, 0.0),
     ("writes what is wanted to a file", "open('output', 'w').write('3')\nopen('.stdin', 'w').write('3')", ADDS, 0.0),
 ]  # fmt: skip
 
@@ -162,7 +169,7 @@ def test_what_counts_as_the_same_output(printed: str, expected: str, same: bool)
         ({"tests": [{"input": "x"}]}, r"row 7: a test in column 'tests' is \{'input': 'x'\}"),
         ({"tests": ["assert f(2) =="]}, r"row 7: a test is no Python"),
         (
-            {"test_code": "def check(candidate): pass"},
+            {"test_code": "def check(candidate): assert candidate(1) == 1"},
             r"row 7: .*name the column that does with reward\.code\.entry_column",
         ),
     ],

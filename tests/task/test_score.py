@@ -63,3 +63,15 @@ def test_a_row_that_cannot_be_scored_is_named_before_anything_is_written(
     with pytest.raises(UserError, match=said):
         score(tmp_path, f"task.path={write(tmp_path / 'a.jsonl', rows)}")
     assert not (tmp_path / "out" / "scored.jsonl").exists()
+
+
+def test_programs_are_run(tmp_path: Path) -> None:
+    right = "def f(n): return n * n"
+    programs = [right, "def f(n): return 4", "def f(n):\n    while True: pass", right + "  # not in a block"]
+    rows = [{"completion": f"```python\n{p}\n```", "tests": ["assert f(2) == 4", "assert f(3) == 9"]} for p in programs]
+    rows[3]["completion"] = programs[3]
+    rows.append({"completion": f"```python\n{right}\n```"})
+    words = [f"task.path={write(tmp_path / 'a.jsonl', rows)}", "reward=code", "reward.code.cpu_seconds=1"]
+    result, scored = score(tmp_path, *words, "reward.code.timeout=120")
+    assert [row["score"] for row in scored] == [1.0, 0.5, 0.0, 0.0, None]
+    assert result["score/unscorable"] == 1
