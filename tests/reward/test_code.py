@@ -167,6 +167,7 @@ def test_what_counts_as_the_same_output(printed: str, expected: str, same: bool)
     [
         ({"tests": "assert f(2) == 4"}, r"row 7: column 'tests' must be a list of tests"),
         ({"tests": [{"input": "x"}]}, r"row 7: a test in column 'tests' is \{'input': 'x'\}"),
+        ({"tests": ["x = 1"]}, r"row 7: a test without an assert passes whatever"),
         ({"tests": ["assert f(2) =="]}, r"row 7: a test is no Python"),
         (
             {"test_code": "def check(candidate): assert candidate(1) == 1"},
