@@ -12,12 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Seconds before the second try; twice as many before each further one.
+# Seconds before the second try; twice as many before each further one, or as many as the server asks for (Retry-After).
 FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 60.0
+# Of the 4xx, those that another try may help: it took the server too long, or there were too many requests.
+LATER = (408, 429)
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like others: the key is for this server, and is sent to no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class Unreachable(Exception):
-    """Nothing came back within the bound: refused, broken off, timed out, or only answers of a broken server (5xx)."""
+    """Nothing came back within the bound: refused, broken off, timed out, or only answers of a server that is broken
+    or busy (5xx, 408, 429)."""
 
 
 class NoAnswer(Unreachable):
@@ -55,7 +66,7 @@ class JSONClient:
         self, url: str, *, timeout: float, num_tries: int, key_variable: str | None = None, proxies: bool = False
     ) -> None:
         self.url, self.timeout, self.num_tries, self.key_variable = url.rstrip("/"), timeout, num_tries, key_variable
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(None if proxies else {}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(None if proxies else {}), NoRedirect)
 
     def get(self, path: str) -> Reply:
         return self._ask(urllib.request.Request(self.url + path))
@@ -68,17 +79,19 @@ class JSONClient:
         """The reply, an error of ours (4xx) included. Raises Unreachable."""
         if self.key_variable and (key := os.environ.get(self.key_variable)):
             request.add_header("Authorization", f"Bearer {key}")
-        why = ""
+        why, asked_for = "", 0.0
         for number in range(self.num_tries):
             if number:
-                time.sleep(FIRST_PAUSE * 2 ** (number - 1))
+                time.sleep(min(LONGEST_PAUSE, max(asked_for, FIRST_PAUSE * 2 ** (number - 1))))
             try:
                 with self._opener.open(request, timeout=self.timeout) as response:
                     return Reply(response.status, _parsed(response.read()))
             except urllib.error.HTTPError as error:
                 reply = Reply(error.code, _parsed(error.read()))
-                if error.code < 500:
+                if error.code < 500 and error.code not in LATER:
                     return reply
+                asked = error.headers.get("Retry-After", "")
+                asked_for = float(asked) if asked.isdigit() else 0.0
                 why = f"HTTP {error.code}: {reply.text}"
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", None) or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ Answer A and answer B are what stands between <answer A $mark> and </answer A $m
 "Winner: A", "Winner: B" or "Winner: tie"."""
 SCORE = re.compile(r"score:\s*(\d{1,9}(?:\.\d{1,9})?)(?:\s*/\s*(\d{1,9}))?", re.IGNORECASE)
 WINNER = re.compile(r"winner:\s*(?:answer\s*)?(a|b|tie)", re.IGNORECASE)
+# What servers say to a single request that is too long, or filtered: that completion is unscorable, told of once.
+REFUSES_ONE = (400, 413, 422)
+log = logging.getLogger("alignment")
 WORTH = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
@@ -70,6 +74,7 @@ class Judge:
             raise UserError(f"reward.judge.num_workers: {num_workers} ask nothing: type reward.judge.num_workers=8")
         self.client = JSONClient(url, timeout=timeout, num_tries=num_tries, key_variable=key_variable, proxies=True)
         self.counters = {"timeouts": 0, "errors": 0}
+        self._told_of_refusal = False
         self._meet(min(timeout, 10.0))
 
     def _meet(self, timeout: float) -> None:
@@ -159,6 +164,11 @@ class Judge:
                 f"reward.judge.url: the judge at {self.client.url} does not answer ({self._hidden(error)}): start it, "
                 "then go on with resume=<this run's folder>"
             ) from None
+        if reply.status in REFUSES_ONE:
+            if not self._told_of_refusal:
+                self._told_of_refusal = True
+                log.warning("reward.judge: unscorable, the judge says %d: %s", reply.status, self._hidden(reply.text))
+            return ""
         if not reply.ok:
             raise UserError(
                 f"reward.judge: the judge at {self.client.url} says {reply.status}: {self._hidden(reply.text)}"

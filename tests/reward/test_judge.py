@@ -30,6 +30,7 @@ class Stub:
         self.say: Callable[[list[str]], str] = lambda answers: "Score: 5"
         self.status, self.body, self.url, self.finish = 200, None, "", "stop"
         self.stop: Callable[[], None] = lambda: None
+        self.before: Callable[[], Any] = lambda: None
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
             assert self.path == "/v1/chat/completions"
             state.asked.append(asked)
             state.keys.append(self.headers["Authorization"])
+            state.before()
             if state.body is not None or state.status != 200:
                 return self.reply(state.body or {"error": {"message": "no"}})
             answers = [match[2] for match in ANSWER.findall(asked["messages"][0]["content"])]
@@ -58,6 +60,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
             data = json.dumps(value).encode()
             self.send_response(state.status)
             self.send_header("Content-Length", str(len(data)))
+            if state.status == 307:
+                self.send_header("Location", f"{state.url}/chat/completions")
             self.end_headers()
             self.wfile.write(data)
 
@@ -202,6 +206,29 @@ def test_what_the_server_refuses_is_told(stub: Stub) -> None:
     with pytest.raises(UserError, match=r"key_variable: .* refuses the key in JUDGE_KEY") as caught:
         judge(stub)
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_single_request_that_is_refused_costs_that_completion(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    reward = judge(stub)
+    stub.status = 400
+    assert reward(["x", "y"], [{"prompt": "p"}] * 2) == [None, None]
+    assert reward.counters["errors"] == 2 and caplog.text.count("the judge says 400: no") == 1
+
+
+def test_a_busy_server_is_asked_again(stub: Stub) -> None:
+    reward = judge(stub, num_tries=3)
+    answers = iter([429, 429, 200])
+    stub.before = lambda: setattr(stub, "status", next(answers))
+    assert reward(["x"], [{"prompt": "p"}]) == [0.5]
+    assert len(stub.asked) == 3
+
+
+def test_the_key_follows_no_redirect(stub: Stub) -> None:
+    reward = judge(stub)
+    stub.status = 307
+    with pytest.raises(UserError, match=r"says 307"):
+        reward(["x"], [{"prompt": "p"}])
+    assert len(stub.asked) == 1
 
 
 def test_another_kind_of_server_is_told(stub: Stub) -> None:
