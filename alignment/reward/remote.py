@@ -346,10 +346,10 @@ def used_as_modules(tree: ast.AST) -> set[str]:
 
     The tests get the real module whatever the program calls so: else its own `math` would decide.
     """
-    names = {node: node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    bases = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in names}
-    other = {name for node, name in names.items() if node not in bases}
-    return {names[node] for node in bases} & (sys.stdlib_module_names - other)
+    attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bases = [node for node in attributes if isinstance(node, ast.Name)]
+    other = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in bases}
+    return {node.id for node in bases} & (sys.stdlib_module_names - other)
 
 
 def check(tests: str, entry_point: str | None) -> bool:
