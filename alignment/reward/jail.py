@@ -266,7 +266,8 @@ def kill_descendants() -> None:
         time.sleep(0.001)
 
 
-def descendants() -> list[int]:
+def descendants(root: int | None = None) -> list[int]:
+    """All processes below one, ours unless another is named."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -275,7 +276,7 @@ def descendants() -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, queue = [], [os.getpid()]
+    found, queue = [], [os.getpid() if root is None else root]
     while queue:
         below = children.get(queue.pop(), [])
         found += below

@@ -77,14 +77,16 @@ def _from_file(path: str) -> str:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"reward.json_schema.path: there is no file {file}: type reward.json_schema.path=<schema.json>")
-    return _checked(file.read_text(encoding="utf-8"), str(file))
+    return _checked(file.read_bytes(), str(file))
 
 
 def _checked(value: Any, where: str) -> str:
     try:
-        schema: Any = json.loads(value) if isinstance(value, str) else value
+        schema: Any = json.loads(value) if isinstance(value, (str, bytes)) else value
         if not isinstance(schema, (dict, bool)):
             raise ValueError("a schema is an object, true or false")
+        if isinstance(schema, dict) and not isinstance(schema.get("$schema", ""), str):
+            raise ValueError("$schema is a text")  # jsonschema looks it up before it checks it
         kind: Any = validator_for(schema, jsonschema.Draft202012Validator)
         kind.check_schema(schema)
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:
@@ -105,7 +107,8 @@ def valid(text: str, schema: str) -> bool:
         value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refused)
         kind = validator_for(rules, jsonschema.Draft202012Validator)
         return kind(rules, registry=Registry()).is_valid(value)
-    except (ValueError, RecursionError):  # ValueError: also a number of more digits than Python converts
+    # ValueError: also a number of more digits than Python converts; OverflowError: one that is too large to divide
+    except (ValueError, OverflowError, RecursionError):
         return False
     except Unresolvable as error:
         raise UserError(f"reward.json_schema: nothing is fetched, and {error} is not in the schema") from error

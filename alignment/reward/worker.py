@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alignment.errors import UserError
+from alignment.reward.jail import LIBC, PR_SET_CHILD_SUBREAPER, descendants
 
 START_SECONDS = 120.0  # importing sympy or a user's model on a busy machine; not part of a call's own limit
 
@@ -114,17 +115,26 @@ class Worker:
         return self._running
 
     def _exchange(self, child: _Child, message: Any, timeout: float) -> Any:
-        request, answered = pickle.dumps(message), False
+        request, answered, overran = pickle.dumps(message), False, threading.Event()
+
+        def stop() -> None:
+            overran.set()
+            child.end()  # which ends the waiting below, wherever it is: half an answer may be there already
+
+        timer = threading.Timer(timeout, stop)
+        timer.daemon = True
+        timer.start()
         try:
             child.pipe.send_bytes(request)
-            if not child.pipe.poll(timeout):
-                raise TimedOut(f"{self.name} did not answer within {timeout:g} s")
             worked, answer = pickle.loads(child.pipe.recv_bytes())
             answered = True
         except (EOFError, OSError) as error:
+            if overran.is_set():
+                raise TimedOut(f"{self.name} did not answer within {timeout:g} s") from error
             raise Failed(f"the process of {self.name} died with exit code {child.kill()}") from error
         finally:
-            if not answered:  # also after Ctrl-C: an answer that comes late must not be taken for the next one
+            timer.cancel()
+            if not answered or overran.is_set():  # also after Ctrl-C: a late answer must not be taken for the next one
                 self._drop()
         if not worked:
             raise Failed(f"{self.name} failed:\n{answer}")
@@ -159,14 +169,26 @@ class _Child:
             return self.process.returncode
         self.pipe.close()
         os.close(self._lifeline)
+        self.end()
+        return self.process.wait()
+
+    def end(self) -> None:
+        """Kill the process and all below it, daemons too: they come to it, see `serve`. It is not reaped."""
+        if self.process.returncode is not None:
+            return
+        below = descendants(self.process.pid) if os.path.isdir("/proc") else []
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        for pid in below:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def serve(pipe_fd: int, lifeline_fd: int) -> None:
     """The child: build the function, then answer calls until our parent hangs up."""
     _die_with_parent(lifeline_fd)
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pipe = Connection(pipe_fd)
     function: Callable[..., Any] | None = None
     while True:

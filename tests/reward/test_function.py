@@ -125,7 +125,7 @@ def test_a_hang_costs_its_completion_alone() -> None:
     reward = Function(path="mine.py:hangs_on_c", timeout=1.0)
     started = time.perf_counter()
     assert reward(list("abcd"), ROWS) == [1.0, 1.0, None, 1.0]
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30  # two limits and two starts that import numpy; it sleeps for 60 s
     assert reward.counters == {"timeouts": 1, "errors": 0}
     assert reward(list("abd"), ROWS[:3]) == [1.0, 1.0, 1.0]
     reward.close()

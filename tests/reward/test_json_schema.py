@@ -85,12 +85,18 @@ def test_a_pattern_that_takes_for_ever_costs_that_completion() -> None:
         ({"type": "nonsense"}, "column 'schema' of row 5 is no JSON Schema: 'nonsense' is not valid"),
         ("{", "column 'schema' of row 5 is no JSON Schema"),
         ([1], "column 'schema' of row 5 is no JSON Schema: a schema is an object, true or false"),
+        ({"$schema": 3}, r"column 'schema' of row 5 is no JSON Schema: \$schema is a text"),
         ({"$ref": "http://localhost:1/x.json"}, "nothing is fetched, and .*localhost:1/x.json is not in the schema"),
     ],
 )
 def test_what_is_no_schema_is_refused(reward: JSONSchema, schema: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         reward(["3"], [{"schema": schema, "id": 5}])
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1" + "0" * 400])
+def test_a_number_too_large_to_divide_is_not_valid_and_ends_nothing(reward: JSONSchema, text: str) -> None:
+    assert reward([text, "0.5"], [{"schema": {"multipleOf": 0.1}}] * 2) == [0.0, 1.0]
 
 
 def test_a_reference_within_the_schema(reward: JSONSchema) -> None:
@@ -101,3 +107,9 @@ def test_a_reference_within_the_schema(reward: JSONSchema) -> None:
 def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"reward\.json_schema\.path: there is no file nowhere\.json"):
         JSONSchema(path="nowhere.json")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match=r"s\.json is no JSON Schema"):
+        JSONSchema(path=str(tmp_path / "s.json"))

@@ -14,7 +14,7 @@ from alignment.errors import UserError
 from alignment.reward.worker import Failed, Guard, TimedOut, Worker
 
 CODE = """
-import os, re, subprocess, time
+import os, re, stat, subprocess, time
 from neighbour import SHARED
 
 def make(base):
@@ -33,6 +33,22 @@ def make(base):
             if item == "children":
                 child = subprocess.Popen(["sleep", "60"])
                 open("child_pid", "w").write(str(child.pid))
+                time.sleep(60)
+            if item == "half":  # of an answer: what waits for the rest must not wait for ever
+                for fd in range(3, 30):
+                    try:
+                        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                            os.write(fd, b"\\0\\0\\1\\0x")
+                    except OSError:
+                        pass
+                time.sleep(60)
+            if item == "daemon":
+                if os.fork() == 0:
+                    os.setsid()
+                    if os.fork() == 0:
+                        open("child_pid", "w").write(str(os.getpid()))
+                        time.sleep(60)
+                    os._exit(0)
                 time.sleep(60)
             if item == "pid":
                 return [os.getpid()]
@@ -72,7 +88,7 @@ def test_one_process_answers_many_calls(path: str) -> None:
     worker.close()
 
 
-@pytest.mark.parametrize("item", ["hang", "stubborn"])
+@pytest.mark.parametrize("item", ["hang", "stubborn", "half"])
 def test_a_hang_ends_at_the_limit_and_the_next_call_works(path: str, item: str) -> None:
     worker = Worker(f"{path}:make", 0)
     worker.start()
@@ -86,11 +102,12 @@ def test_a_hang_ends_at_the_limit_and_the_next_call_works(path: str, item: str) 
     worker.close()
 
 
-def test_what_the_code_started_is_killed_with_it(path: str) -> None:
+@pytest.mark.parametrize("item", ["children", "daemon"])
+def test_what_the_code_started_is_killed_with_it(path: str, item: str) -> None:
     worker = Worker(f"{path}:make", 0)
     worker.start()
     with pytest.raises(TimedOut):
-        worker.call(["children"], timeout=1)
+        worker.call([item], timeout=2)
     assert is_gone(int(Path("child_pid").read_text()))
 
 
