@@ -130,12 +130,26 @@ def checked(where: str, scores: Any, count: int) -> Scored:
     if len(scores) != count:
         raise RewardError(f"{where} returned {len(scores)} scores for {count} completions: return one for each")
     for i, score in enumerate(scores):
-        if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+        if score is not None and not _finite(score):
             raise RewardError(
-                f"{where} returned {score!r:.200} for completion {i}: return a finite number, or None for a completion "
+                f"{where} returned {_shown(score)} for completion {i}: return a finite number, or None for a completion "
                 "that cannot be scored"
             )
     return [None if score is None else float(score) for score in scores]
+
+
+def _shown(score: Any) -> str:
+    try:
+        return f"{score!r:.200}"
+    except ValueError:  # more digits than Python writes out
+        return f"a whole number of {score.bit_length()} bits"
+
+
+def _finite(score: Any) -> bool:
+    try:
+        return isinstance(score, Real) and math.isfinite(score)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _place(error: Exception) -> str:

@@ -60,6 +60,8 @@ def test_numbers_of_every_kind_become_floats(scores) -> None:
         ([1.0, 1.0, "1.0", 1.0], r"returned '1\.0' for completion 2"),
         ([1.0, float("nan"), 1.0, 1.0], r"returned nan for completion 1: return a finite number, or None"),
         ([1.0, 1.0, 1.0, float("inf")], r"returned inf for completion 3"),
+        ([1.0, 10**400, 1.0, 1.0], r"returned 1000.* for completion 1"),
+        ([1.0, 10**5000, 1.0, 1.0], r"returned a whole number of 16610 bits for completion 1"),
         ([[1.0], [1.0], [1.0], [1.0]], r"returned \[1\.0\] for completion 0"),
     ],
 )
