@@ -132,8 +132,8 @@ def checked(where: str, scores: Any, count: int) -> Scored:
     for i, score in enumerate(scores):
         if score is not None and not _finite(score):
             raise RewardError(
-                f"{where} returned {_shown(score)} for completion {i}: return a finite number, or None for a completion "
-                "that cannot be scored"
+                f"{where} returned {_shown(score)} for completion {i}: return a finite number, or None for a "
+                "completion that cannot be scored"
             )
     return [None if score is None else float(score) for score in scores]
 
