@@ -200,7 +200,7 @@ class RolloutCallback(L.Callback):
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         before = self.rewards.counters
-        scores = self.rewards(batch.texts, rows_of(batch))
+        scores = self.rewards(batch.texts, rows_of(batch), group_size=batch.group_size)
         for name, count in self.rewards.counters.items():
             module.meter.total(f"reward/{name}", count - before.get(name, 0))
         if scores.total and all(value is None for value in scores.total) and not self._told_of_unscorable:

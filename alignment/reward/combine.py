@@ -53,8 +53,10 @@ class Scores:
 class RewardSet:
     """Calls every reward on the same completions and adds up.
 
-    A part that is None is left out of that completion's sum: the others keep their weights, which are not rescaled. The
-    total is None only where every part with a weight is None; a reward of weight 0 is measured and decides nothing.
+    A part that is None for all completions of a prompt (it has no answer, no tests, no schema) is left out of their
+    sums; the others keep their weights, which are not rescaled. Where it is None for some of them only (a time-out),
+    those are unscorable: without it they cannot be compared with the rest. The total is also None where every part with
+    a weight is; a reward of weight 0 is measured and decides nothing.
 
     rewards: name -> (callable, weight). With no rewards every total is None.
     """
@@ -70,12 +72,25 @@ class RewardSet:
         if rewards and not any(self.weights.values()):
             raise UserError(f"every reward has weight 0: type reward.{next(iter(rewards))}.weight=1.0")
 
-    def __call__(self, completions: list[str], rows: list[dict]) -> Scores:
-        """Score completions; rows[i] is the dataset row that completion i answers. Raises RewardError."""
+    def __call__(self, completions: list[str], rows: list[dict], *, group_size: int = 1) -> Scores:
+        """Score completions; rows[i] is the dataset row that completion i answers, each row's `group_size` of them
+        following each other. Raises RewardError."""
         if len(completions) != len(rows):
             raise ValueError(f"{len(completions)} completions need as many rows, got {len(rows)}")
         parts = {name: self._part(name, completions, rows) for name in self.rewards}
-        return Scores([self._total({name: parts[name][i] for name in parts}) for i in range(len(rows))], parts)
+        lost = self._lost(parts, len(rows), group_size)
+        totals = [self._total({name: parts[name][i] for name in parts}) for i in range(len(rows))]
+        return Scores([None if i in lost else total for i, total in enumerate(totals)], parts)
+
+    def _lost(self, parts: Mapping[str, Scored], count: int, group_size: int) -> set[int]:
+        """Completions without a score that others of their group have."""
+        lost: set[int] = set()
+        for name in parts if group_size > 1 else ():
+            for start in range(0, count, group_size) if self.weights[name] else ():
+                group = range(start, start + group_size)
+                missing = {i for i in group if parts[name][i] is None}
+                lost |= missing if len(missing) < group_size else set()
+        return lost
 
     @property
     def counters(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,21 @@ def _checked(value: Any, where: str) -> str:
             raise ValueError("$schema is a text")  # jsonschema looks it up before it checks it
         kind: Any = validator_for(schema, jsonschema.Draft202012Validator)
         kind.check_schema(schema)
+        for reference in _references(schema):
+            if not reference.startswith("#") and f'"$id": "{reference}"' not in json.dumps(schema):
+                raise ValueError(f"nothing is fetched, and {reference} is not in the schema")
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:
         said = error.message if isinstance(error, jsonschema.SchemaError) else error
         raise UserError(f"reward.json_schema: {where} is no JSON Schema: {said}") from error
     return json.dumps(schema)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        if name in ("$ref", "$dynamicRef") and isinstance(value, str):
+            yield value
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _references(part)
 
 
 def validator() -> Callable[[Sequence[tuple[str | None, str]]], list[float]]:

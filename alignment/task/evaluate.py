@@ -144,7 +144,7 @@ def sampled(
     with tqdm(total=total, desc=what, unit=" completions") as bar:
         for number, chunk in enumerate(chunks):
             batch = model.complete(chunk, num_samples, number=number)
-            scores = rewards(batch.texts, rows_of(batch))
+            scores = rewards(batch.texts, rows_of(batch), group_size=batch.group_size)
             measure(batch, scores, values)
             found.append((batch, scores))
             bar.update(len(batch))

@@ -50,7 +50,7 @@ def run(
         bar = stack.enter_context(tqdm(total=len(examples) * num_samples, desc="generate", unit=" completions"))
         for number, start in enumerate(range(0, len(examples), batch_size)):
             batch = model.complete(examples[start : start + batch_size], num_samples, number=number)
-            scores = rewards(batch.texts, rows_of(batch)) if rewards.rewards else None
+            scores = rewards(batch.texts, rows_of(batch), group_size=batch.group_size) if rewards.rewards else None
             totals.add(batch, scores)
             for line in _lines(batch, scores):
                 _write(generated, line)

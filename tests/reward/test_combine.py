@@ -130,3 +130,12 @@ def test_a_reward_called_as_a_metric_is_refused() -> None:
     """Its scores would be averaged with what that metric measures."""
     with pytest.raises(UserError, match=r"reward\.length: there is a metric of that name"):
         RewardSet({"length": (lambda completions, rows: [0.0], 1.0)})
+
+
+def test_a_score_that_only_some_of_a_group_have() -> None:
+    """Two groups of two: the first lost one completion to a time-out, the second has no answer to compare with."""
+    some = RewardSet({"a": (lambda c, r: [1.0, None, None, None], 1.0), "b": (lambda c, r: [0.5] * 4, 1.0)})
+    assert some(["x"] * 4, [{}] * 4, group_size=2).total == [1.5, None, 0.5, 0.5]
+    assert some(["x"] * 4, [{}] * 4).total == [1.5, 0.5, 0.5, 0.5]  # nothing to compare with
+    measured = RewardSet({"a": (lambda c, r: [1.0, None, None, None], 0.0), "b": (lambda c, r: [0.5] * 4, 1.0)})
+    assert measured(["x"] * 4, [{}] * 4, group_size=2).total == [0.5] * 4
