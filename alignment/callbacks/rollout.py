@@ -195,7 +195,7 @@ class RolloutCallback(L.Callback):
         """Decode and reward. NaN marks a completion that no reward could score."""
         if not self._told_of_policy:
             self._told_of_policy = True
-            self.rewards.share(module.policy, module.source.folder, module.trainer.precision_plugin.forward_context)
+            self.rewards.share(module.policy, module.source, module.trainer.precision_plugin.forward_context)
         tokenizer = module.source.tokenizer
         ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         batch.texts = tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -101,11 +101,11 @@ class RewardSet:
             for kind, count in getattr(reward, "counters", {}).items()
         }
 
-    def share(self, policy: Any, base: str, context: Callable[[], Any]) -> None:
+    def share(self, policy: Any, source: Any, context: Callable[[], Any]) -> None:
         """Tell rewards that can stand on the policy's own base about it (see `RewardModel.share`)."""
         for reward in self.rewards.values():
             if hasattr(reward, "share"):
-                reward.share(policy, base, context)  # pyright: ignore[reportFunctionMemberAccess]
+                reward.share(policy, source, context)  # pyright: ignore[reportFunctionMemberAccess]
 
     def close(self) -> None:
         """End the processes that rewards have started."""

@@ -69,14 +69,14 @@ class RewardModel:
         """The folder, where it holds an adapter with a head and not a whole model."""
         return str(folder) if (folder / "adapter_config.json").is_file() else None
 
-    def share(self, policy: nn.Module | None, base: str, context: Callable[[], AbstractContextManager]) -> None:
+    def share(self, policy: nn.Module | None, source: HFModel, context: Callable[[], AbstractContextManager]) -> None:
         """Join the policy's base, if this is an adapter on it; once, before anything is scored.
 
-        base: where the policy's base was loaded from. context: what the policy's passes run in.
+        source: what the policy was built from. context: what the policy's passes run in.
         """
         if self.adapter is None or "model" in vars(self) or not isinstance(policy, PeftModel):
             return
-        if self.source.folder != base:
+        if self.source.folder != source.folder:
             log.info("%s: its base is %s, not the policy's: it loads its own copy", self.key, self.source.folder)
             return
         with named(self.key):

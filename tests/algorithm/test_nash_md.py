@@ -96,7 +96,7 @@ def test_the_opponent_is_sampled_from_the_mixture(online, keys_of, rollout_of, c
         yield "the reference"
 
     module.reference.scoring_model = scoring_model
-    rewards = RewardSet({"length": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
+    rewards = RewardSet({"characters": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
     engine = Engine()
     prompts = rollout_of(LENGTHS[:3], REWARDS[:6]).examples
     trainer: Any = SimpleNamespace(

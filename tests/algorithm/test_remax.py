@@ -52,7 +52,7 @@ def test_one_greedy_completion_per_prompt_is_sampled_and_scored(online, keys_of,
     module.source.tokenizer = SimpleNamespace(
         pad_token_id=0, batch_decode=lambda ids, skip_special_tokens: ["x" * len(row) for row in ids]
     )
-    rewards = RewardSet({"length": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
+    rewards = RewardSet({"characters": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
     callback = RolloutCallback(Engine(), rewards, seed=0)
     filled: list = []
     prompts = rollout_of(LENGTHS, REWARDS).examples

@@ -67,7 +67,7 @@ def test_one_of_each_is_sampled_and_scored(online, keys_of, rollout_of) -> None:
         yield "the reference"
 
     module.reference.scoring_model = scoring_model
-    rewards = RewardSet({"length": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
+    rewards = RewardSet({"characters": (lambda completions, rows: [float(len(c)) for c in completions], 1.0)})
     engine = Engine()
     prompts = rollout_of(LENGTHS, REWARDS).examples
     trainer = SimpleNamespace(

@@ -124,7 +124,7 @@ def test_an_adapter_scores_as_the_whole_model_does_alone_and_on_the_policys_base
     sizes = [p.numel() for p in policy.parameters()]
     trains = {name for name, p in policy.named_parameters() if p.requires_grad}
     shared = RewardModel(path=str(place / "adapter"))
-    shared.share(policy, source.folder, nullcontext)
+    shared.share(policy, source, nullcontext)
     assert shared.model is policy
     assert shared(said, rows) == pytest.approx(want, rel=1e-4, abs=1e-5)
     assert sum(p.numel() for p in policy.parameters()) < 1.5 * sum(sizes)  # an adapter more, no second base
@@ -137,7 +137,7 @@ def test_on_another_base_it_keeps_to_itself(trained: tuple[Tiny, Path], tmp_path
     _, place = trained
     other = Tiny(path=str(tmp_path), seed=5)
     reward = RewardModel(path=str(place / "adapter"))
-    reward.share(other.policy(), other.folder, nullcontext)
+    reward.share(other.policy(), other, nullcontext)
     want = RewardModel(path=str(place))(["4"], [{"prompt": ASKED}])
     assert reward(["4"], [{"prompt": ASKED}]) == pytest.approx(want, rel=1e-4, abs=1e-5)
 
