@@ -28,6 +28,8 @@ PANELS = (
 SHARES = {"Accuracy", "Preference accuracy"}
 # Okabe and Ito's palette, told apart by colour-blind readers too. Held-out metrics are dashed, with a marker each.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# (colour, line, marker) of many curves in one panel: where the colours begin again, line and marker are others.
+STYLES = tuple((c, *rest) for rest in (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D")) for c in COLOURS)
 SMOOTHED_FROM = 60  # points; a longer curve of training is drawn pale, with its moving mean on top
 NUM_COLUMNS = 3
 

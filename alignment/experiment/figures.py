@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from alignment.experiment.curves import COLOURS
+from alignment.experiment.curves import COLOURS, STYLES
 from alignment.experiment.runs import Table
 from alignment.experiment.settings import Comparison, label_of
 from alignment.experiment.statistics import mean_interval
@@ -82,9 +82,10 @@ def learning_curves(comparison: Comparison, curves: Table) -> Figure | None:
     if not parts:
         return None
     figure, axes = _new()
-    for colour, (label, rows) in zip(COLOURS * len(parts), parts.items(), strict=False):
+    for (colour, dash, marker), (label, rows) in zip(STYLES * len(parts), parts.items(), strict=False):
         line = banded(rows, comparison.metric, comparison.level)
-        axes.plot(line["step"], line["mean"], color=colour, linewidth=1.6, marker="o", markersize=3, label=label)
+        drawn = {"color": colour, "linestyle": dash, "marker": marker, "label": label}
+        axes.plot(line["step"], line["mean"], linewidth=1.6, markersize=3, **drawn)
         axes.fill_between(line["step"], line["low"], line["high"], color=colour, alpha=0.15, linewidth=0)
     _finish(
         axes,
@@ -151,10 +152,10 @@ def frontier(comparison: Comparison, curves: Table) -> Figure | None:
     if not parts:
         return None
     figure, axes = _new()
-    for colour, (label, rows) in zip(COLOURS * len(parts), parts.items(), strict=False):
+    for (colour, dash, marker), (label, rows) in zip(STYLES * len(parts), parts.items(), strict=False):
         path = rows.groupby("step")[[KL, comparison.metric]].mean()
-        axes.plot(path[KL], path[comparison.metric], color=colour, linewidth=1, alpha=0.6)
-        axes.scatter(path[KL], path[comparison.metric], color=colour, s=14, label=label)
+        axes.plot(path[KL], path[comparison.metric], color=colour, linestyle=dash, linewidth=1, alpha=0.6)
+        axes.scatter(path[KL], path[comparison.metric], color=colour, marker=marker, s=14, label=label)
     _finish(
         axes, "KL to the reference (nats per completion)", comparison.metric, _title("Means over seeds", comparison)
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alignment.experiment.curves import COLOURS, STYLES
 from alignment.experiment.figures import (
     banded,
     draw_figures,
@@ -96,3 +97,9 @@ def test_of_many_settings_the_best_and_the_baseline_are_drawn(make_run, tmp_path
 
 def test_levels_are_sorted_as_numbers_and_words() -> None:
     assert sort_levels({10, 9.5, "b", "a"}) == [9.5, 10, "a", "b"]
+
+
+def test_seven_curves_look_different() -> None:
+    """With six colours the seventh curve was drawn as the first."""
+    assert len(set(STYLES)) == len(STYLES) == 4 * len(COLOURS)
+    assert len({colour for colour, _, _ in STYLES[: len(COLOURS)]}) == len(COLOURS)
