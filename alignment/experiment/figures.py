@@ -84,7 +84,7 @@ def learning_curves(comparison: Comparison, curves: Table) -> Figure | None:
     figure, axes = _new()
     for (colour, dash, marker), (label, rows) in zip(STYLES * len(parts), parts.items(), strict=False):
         line = banded(rows, comparison.metric, comparison.level)
-        drawn = {"color": colour, "linestyle": dash, "marker": marker, "label": label}
+        drawn: Any = {"color": colour, "linestyle": dash, "marker": marker, "label": label}
         axes.plot(line["step"], line["mean"], linewidth=1.6, markersize=3, **drawn)
         axes.fill_between(line["step"], line["low"], line["high"], color=colour, alpha=0.15, linewidth=0)
     _finish(
