@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -228,7 +229,8 @@ def merged_weights(policy: nn.Module, *, changed_only: bool = False) -> Iterator
     A layer with an active adapter gives float32 W + scale * B A (LoRA, rsLoRA; DoRA: its rescaled sum), everything else
     its live tensor: parameters and persistent buffers, tied ones under each of their names. `changed_only` leaves out
     what an adapter can never change: enough to refresh a copy made earlier. A policy without adapter gives all it has.
-    Tensors are made one at a time, as they are asked for. Raises UserError for adapters that cannot be merged.
+    Weights in 4 bit are given as the numbers they stand for. Tensors are made one at a time, as they are asked for.
+    Raises UserError for adapters that cannot be merged.
     """
     plain = policy.get_base_model() if isinstance(policy, PeftModel) else policy
     yield from _merged(plain, "", changed_only and isinstance(policy, PeftModel))
@@ -248,7 +250,7 @@ def _merged(module: nn.Module, prefix: str, changed_only: bool) -> Iterator[tupl
         saved = ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
         for name, tensor in (*module.named_parameters(recurse=False), *saved):
             if tensor.requires_grad or not changed_only:
-                yield f"{prefix}{name}", tensor.detach()
+                yield f"{prefix}{name}", _unpacked(tensor)
         for name, child in module.named_children():
             yield from _merged(child, f"{prefix}{name}.", changed_only)
 
@@ -257,7 +259,7 @@ def _merged_layer(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     base = layer.get_base_layer()
     if isinstance(layer, ParamWrapper) or not isinstance(getattr(base, "weight", None), Tensor):
         raise UserError(f"{prefix[:-1]}: a LoRA on a {type(base).__name__} cannot be merged")
-    weight, bias = layer.get_base_weight().float(), getattr(base, "bias", None)
+    weight, bias = _unpacked(base.weight).float(), getattr(base, "bias", None)
     for name in () if layer.disable_adapters or layer.merged else layer.active_adapters:
         if name not in layer.lora_A and name not in layer.lora_embedding_A:
             continue
@@ -271,6 +273,12 @@ def _merged_layer(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     yield f"{prefix}weight", weight.detach()
     if bias is not None:
         yield f"{prefix}bias", bias.detach()
+
+
+def _unpacked(tensor: Tensor) -> Tensor:
+    """What a weight in 4 bit stands for, which the adapter was trained on; any other as it is, detached."""
+    state = getattr(tensor, "quant_state", None)
+    return tensor.detach() if state is None else dequantize_4bit(tensor.data, state)
 
 
 def compact_frozen_linears(model: nn.Module, dtype: torch.dtype) -> int:
