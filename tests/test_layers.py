@@ -34,7 +34,8 @@ ROWS: dict[str, set[str]] = {
     "algorithm": {"torch", "lightning", "transformers"},
     "experiment": {"numpy", "pandas", "matplotlib", "scipy", "lightning", "wandb", "torch", "yaml"},
     "config": {"hydra", "omegaconf", "yaml"},
-    "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"},
+    "task": {"torch", "lightning", "transformers", "peft", "rich", "tqdm", "pandas", "numpy", "yaml"}
+    | {"huggingface_hub"},
     "pipeline": {"yaml"},
     "sweep": {"yaml"},
 }
